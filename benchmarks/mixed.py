@@ -184,7 +184,7 @@ class Campaign:
     def _read_log(self) -> None:
         log = (self.folder / "data.log").read_text()
         self.counts["loads"] = log.count(" was loaded in ")
-        self.counts["models let go"] = log.count(" was let go\n")
+        self.counts["models let go"] = log.count(" was unloaded\n")
         if "Traceback" in log:
             self.failures.append(f"the daemon's log: {log[log.index('Traceback') - 300 :][:3000]}")
         for line in log.splitlines():

@@ -1,4 +1,4 @@
-"""Graphs for the NPU given to the NPU's own compiler, which needs no NPU (docs/npu.md, docs/xamba.md).
+"""Graphs for the NPU given to the NPU's own compiler, which needs no NPU (docs/npu.md, docs/notes/xamba.md).
 
     benchmarks/npu_compile.py tiny [NAME…] [--platforms 4000,3720,5010]    tests' tiny models, built by `ssmd build`.
     benchmarks/npu_compile.py artifact FOLDER… [--platforms …]             existing artifacts.

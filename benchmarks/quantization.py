@@ -164,7 +164,7 @@ def main(folder: Path, totals: bool, int4: bool) -> None:
     }
     short = pieces(quality.TEXT, quality.MAX_TOKENS)
     if int4:
-        documents = "".join(file.read_text()[:4000] for file in sorted(DOCUMENTS.glob("*.md")))
+        documents = "".join(file.read_text()[:4000] for file in sorted(DOCUMENTS.rglob("*.md")))
         print(f"\n{source.path.name}, {quality.MAX_TOKENS} and {sum(map(len, pieces(LONG.read_text())))} tokens\n")
         curve(forms, (short, pieces(LONG.read_text())), pieces(documents, CALIBRATED), every)
         return

@@ -1,4 +1,4 @@
-"""XAMBA's graph passes (docs/xamba.md): a Mamba-2 block in all its forms on this CPU, and what ActiBA costs.
+"""XAMBA's graph passes (docs/notes/xamba.md): a Mamba-2 block in all its forms on this CPU, and what ActiBA costs.
 
     benchmarks/xamba.py [--smollm2 FOLDER] [--save FOLDER]
 

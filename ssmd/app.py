@@ -1,4 +1,4 @@
-"""The app: what a host of models answers over HTTP."""
+"""The app: the HTTP interface of a host of models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def create_app(
     """Build the ASGI app. Raises SettingsError.
 
     keys: by default those of the settings. access: gets a line for each request. stall_s: seconds that a client may
-    leave its answer unread before it is given up. end: called to stop the daemon.
+    leave its answer unread before it is disconnected. end: called to stop the daemon.
     """
     keys = Keys.of(settings) if keys is None else keys
     store, under_way, usable = None if host.writer is None else host.writer.store, UnderWay(), Runtimes()

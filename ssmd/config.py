@@ -1,4 +1,4 @@
-"""The settings of ssmd: flags win over environment variables, those over the settings file, that over defaults.
+"""The settings of ssmd: flags override environment variables, those the settings file, and that the defaults.
 
 Environment: `SSMD_` and the field's name in capitals (`SSMD_PORT=8000`); lists are comma-separated. File: TOML with the
 field names as keys, at `--config` or `SSMD_CONFIG`, else `config.toml` in the platform's settings directory of ssmd.
@@ -33,9 +33,9 @@ KEY = re.compile(r"[!-~]{8,512}")
 
 
 class SettingsError(ValueError):
-    """A setting is not usable; the message names the flag, variable or file key, the value, and what is allowed.
+    """An unusable setting; the message names the flag, variable or file key, the value, and what is allowed.
 
-    `usage`: whether a flag is among what was refused; `names`: the settings that are not usable.
+    `usage`: True if one of them is a flag; `names`: the unusable settings.
     """
 
     def __init__(self, message: str, *, usage: bool = False, names: frozenset[str] = frozenset()) -> None:
@@ -45,25 +45,25 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a setting comes from, and of what that is the name: of an option, of a variable, or the file's path."""
+    """The origin of a setting's value. where: the name of the option or variable, or the file's path."""
 
     kind: Literal["flag", "environment", "file", "default"]
     where: str
 
 
 def use_file(path: Path) -> None:
-    """Have this process, and those that it starts, read its settings from this file."""
+    """Let this process, and the processes that it starts, read the settings from this file."""
     os.environ[f"{PREFIX}CONFIG"] = str(path)
 
 
 def config_file() -> Path:
-    """Where the settings file is looked for. It need not exist unless SSMD_CONFIG names it."""
+    """Return the path of the settings file. It need not exist unless SSMD_CONFIG names it."""
     named = os.environ.get(f"{PREFIX}CONFIG")
     return Path(named).expanduser() if named else homes.settings() / "config.toml"
 
 
 def _default_models_dir(settings: dict[str, Any]) -> Path:
-    # data_dir is absent here only when it was refused; then this value is never seen.
+    # data_dir is absent here only if it was refused; then this value is not used.
     return Path(settings.get("data_dir", ".")) / "models"
 
 
@@ -129,7 +129,7 @@ class Settings(BaseSettings):
     max_queue: int = Field(512, ge=1, le=10_000, description="requests that wait; more are answered 503")
     max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 30, description="largest request body, bytes")
     quota: int = Field(
-        8 << 30, ge=0, description="bytes of all checkpoints together, or a size such as 8GiB; what is above goes"
+        8 << 30, ge=0, description="bytes of all checkpoints together, or a size such as 8GiB; more are removed"
     )
     keep_alive: float | None = Field(
         None,
@@ -144,7 +144,7 @@ class Settings(BaseSettings):
         "machine has free",
     )
     preload: Names = Field((), description="models to load at the start")
-    pin: Names = Field((), description="models to load at the start and never to let go")
+    pin: Names = Field((), description="models to load at the start and never to unload")
     truncation: Literal["auto", "disabled"] = Field(
         "disabled",
         description="a conversation that outgrows the model's context is refused, or (auto) its oldest turns are left "
@@ -156,7 +156,7 @@ class Settings(BaseSettings):
         "`temperature=0.7,top_p=0.9`",
     )
     strict: bool = Field(
-        False, description="fields of requests that ssmd does not know are refused, not ignored and named"
+        False, description="refuse unknown fields of requests; otherwise they are ignored and listed in the answer"
     )
     offline: bool = Field(False, description="fetch nothing, whatever is missing; HF_HUB_OFFLINE=1 asks for the same")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
@@ -186,7 +186,7 @@ class Settings(BaseSettings):
             found = err.errors(include_url=False)
             names.update(str(e["loc"][0]) for e in found if e["loc"])
             wrong += [_explain(e, given) for e in found]
-        # Outside of `except`: pydantic's own message must not follow, it may quote the key.
+        # Outside of `except`: pydantic's own message must not follow, because it may quote the key.
         if wrong:
             raise SettingsError("; ".join(wrong), usage=bool(names & given.keys()), names=frozenset(names))
 
@@ -287,17 +287,17 @@ class Settings(BaseSettings):
 
     @property
     def loopback(self) -> bool:
-        """Whether `host` can be reached from this computer only."""
+        """Return True if `host` can be reached from this computer only."""
         address = hosts.address(self.host)
         return self.host.lower() == "localhost" if address is None else address.is_loopback
 
     @property
     def keyed(self) -> bool:
-        """Whether who asks needs a key."""
+        """Return True if clients need a key."""
         return self.api_key is not None or self.api_keys_file is not None
 
     def check_exposure(self) -> None:
-        """Check, before a port is opened, that nobody else reaches it without a key. Raises SettingsError."""
+        """Raise SettingsError, before a port is opened, if other computers could reach it without a key."""
         if self.socket is None and not self.loopback and not self.keyed:
             raise SettingsError(
                 f"host {self.host} can be reached from other computers: set an API key ({PREFIX}API_KEY, or api_key in "
@@ -321,7 +321,7 @@ class Settings(BaseSettings):
 
 
 def read_file() -> dict[str, Any]:
-    """What the settings file says. Raises SettingsError."""
+    """Return the settings in the settings file. Raises SettingsError."""
     path = config_file()
     try:
         return read_settings(path, SECRETS)
@@ -341,9 +341,9 @@ def variables() -> list[str]:
 
 
 def origin(name: str, flags: Collection[str] = ()) -> Origin:
-    """Where the setting `name` has its value from; `flags`: names of those that were given as flags.
+    """Return where the setting `name` has its value from; `flags`: names of the settings given as flags.
 
-    Raises SettingsError where the settings file cannot be read.
+    Raises SettingsError if the settings file cannot be read.
     """
     variable = f"{PREFIX}{name.upper()}"
     if name in flags:
@@ -356,12 +356,12 @@ def origin(name: str, flags: Collection[str] = ()) -> Origin:
 
 
 def environment() -> dict[str, str]:
-    """The environment's variables, with their names in capitals."""
+    """Return the environment's variables, with their names in capitals."""
     return {name.upper(): value for name, value in os.environ.items()}
 
 
 def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:
-    """One line for one refused value: where it came from, what it was (a key is never shown), what is allowed."""
+    """Explain a refused value in one line: where it came from, the value (a key is never shown), what is allowed."""
     name = str(error["loc"][0]) if error["loc"] else "settings"
     if error["type"] == "extra_forbidden":
         where = f"--{name.replace('_', '-')}" if name in flags else f"{shown(name)!r} in {config_file()}"

@@ -16,44 +16,45 @@ from ssmd.model.defaults import Default, defaults_of
 from ssmd.runtime.devices import why_not
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
 
-_FASTEST = ("litert", "openvino")  # of those that run on the processor
-_NEARLY = 1.25  # times as many bytes
+_FASTEST = ("litert", "openvino")  # order of the runtimes on the processor, the fastest first
+_NEARLY = 1.25  # ratio of bytes up to which artifacts count as equally large
 
 
 class ModelError(ValueError):
-    """No such model here, or none that can run; the message names what there is."""
+    """A model that is not here or cannot run; the message names those that can be used."""
 
 
 @dataclass(frozen=True)
 class Installed:
-    """An artifact's folder. `problem`: why it cannot be served, or "". `manifest`: None if unreadable. `defaults`:
-    sampling defaults, by the option's name.
-    """
+    """An artifact's folder."""
 
     name: str
     path: Path
-    manifest: Manifest | None
-    problem: str = ""
-    defaults: Mapping[str, Default] = field(default_factory=dict)
+    manifest: Manifest | None  # None if unreadable
+    problem: str = ""  # why it cannot be served, or ""
+    defaults: Mapping[str, Default] = field(default_factory=dict)  # sampling defaults, by option
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its files, by the manifest; 0 when that cannot be read."""
+        """Count the bytes of all its files, by the manifest; 0 if that cannot be read."""
         return 0 if self.manifest is None else sum(f.size for f in self.manifest.files.values())
 
 
 def installed(models_dir: Path) -> list[Installed]:
-    """All artifacts under `models_dir`, broken ones with the reason. Manifests are read, not the files they list."""
+    """List all artifacts under `models_dir`, broken ones with the reason. Reads manifests, not the files they list."""
     return [read(name, path) for name, path in places(models_dir)]
 
 
 def places(models_dir: Path) -> list[tuple[str, Path]]:
-    """(name, folder) of all artifacts under `models_dir`; no file is read. Raises ModelError."""
+    """List (name, folder) of all artifacts under `models_dir`; no file is read. Raises ModelError."""
     return [(name.name, path) for name in _folders(models_dir) for path in _folders(name)]
 
 
 def unusable(manifest: Manifest, device: str | None = None) -> str:
-    """Why the artifact cannot run here, or "": on `device`, or on what it was built for. Imports the runtime."""
+    """Return why the artifact cannot run on `device`, by default the one it was built for; "" if it can.
+
+    Imports the runtime.
+    """
     try:
         devices = get_runtime(manifest.runtime).devices()
     except (RuntimeUnavailable, ImportError) as err:
@@ -62,13 +63,13 @@ def unusable(manifest: Manifest, device: str | None = None) -> str:
 
 
 def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: str | None = None) -> Path:
-    """The folder of the artifact to serve.
+    """Return the folder of the artifact to serve. Raises ModelError or ArtifactError.
 
     `model`: a name in `models_dir`, `name@runtime`, or a path of an artifact or of a model's folder; None for the only
-    one there is.
-    `runtime`: a runtime's name, "npu", or "auto": of those that run here the one with the fewest bytes, since a
-    token's time is the time to read them; of those that have nearly as few the one whose runtime reads them fastest.
-    `device`: one that the runtime must be able to use. Raises ModelError or ArtifactError.
+    model there is.
+    `runtime`: a runtime's name, "npu", or "auto". "auto" picks the artifact with the fewest bytes among those that run
+    here, because a token's time is the time to read them. Among nearly equal ones the fastest runtime wins.
+    `device`: a device that the runtime must be able to use.
     """
     if model is not None and not _is_path(model):
         model, at, named_runtime = model.partition("@")
@@ -79,7 +80,7 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: 
 
 
 def choose(found: list[Installed], runtime: str = "auto", device: str | None = None) -> Installed:
-    """Choose the one to serve of a model's artifacts, one at least, as `resolve` does. Raises ModelError."""
+    """Choose which of a model's artifacts to serve, as `resolve` does. `found`: at least one. Raises ModelError."""
     fitting = [i for i in found if i.manifest is None or is_for(i.manifest, runtime)]
     if not fitting:
         raise ModelError(_none_for(runtime, found))
@@ -94,7 +95,7 @@ def choose(found: list[Installed], runtime: str = "auto", device: str | None = N
 
 
 def _nowhere(runtime: str) -> str:
-    """Why a runtime cannot run here whatever the artifact, or "". What is not installed is told where it is wanted."""
+    """Return why a runtime cannot run any artifact here, or "". A runtime that is not installed is reported later."""
     try:
         reasons = [d.why_not for d in get_runtime(runtime).devices()]
     except (RuntimeUnavailable, ImportError):
@@ -103,7 +104,7 @@ def _nowhere(runtime: str) -> str:
 
 
 def candidates(model: str | None, models_dir: Path) -> list[Installed]:
-    """The artifacts that `model` may mean, one at least. Raises ModelError."""
+    """List the artifacts that `model` may mean, at least one. Raises ModelError."""
     if model is not None and _is_path(model):
         path = Path(os.path.expanduser(model))
         if path.is_file():
@@ -123,13 +124,13 @@ def candidates(model: str | None, models_dir: Path) -> list[Installed]:
 
 
 def named(model: str, models_dir: Path) -> list[Installed]:
-    """The artifacts of an installed model, whatever is wrong with them; one at least. Raises ModelError."""
+    """List the artifacts of an installed model, broken ones too, at least one. Raises ModelError."""
     return [i for i in installed(models_dir) if i.name == model] or _unknown(model, models_dir)
 
 
 def _unknown(model: str, models_dir: Path) -> NoReturn:
-    """Raises ModelError that says what may have been meant, and how to get it."""
-    from ssmd.refit import catalog  # here and below: it and all families, which a daemon starts without, take 50 ms
+    """Raise ModelError that suggests the model that may have been meant, and how to get it."""
+    from ssmd.refit import catalog  # here and below: with all families it takes 50 ms, which a daemon saves
 
     if os.path.isfile(model):
         raise ModelError(a_file(Path(model)))
@@ -166,7 +167,7 @@ def _advice(models_dir: Path) -> str:
     names = sorted({i.name for i in installed(models_dir) if not i.problem})
     if names:
         return f"installed in {models_dir}: {', '.join(names)}"
-    return f"none is installed in {models_dir}; a first one comes with: ssmd pull smollm2"
+    return f"no model is installed in {models_dir}; get one with: ssmd pull smollm2"
 
 
 def _is_path(model: str) -> bool:
@@ -175,19 +176,19 @@ def _is_path(model: str) -> bool:
 
 
 def is_for(manifest: Manifest, runtime: str) -> bool:
-    """Whether `--runtime` of that name means this artifact."""
+    """Return True if `--runtime` of that name means this artifact."""
     if runtime == "npu":
         return manifest.device_class == "npu"
     return runtime in ("auto", manifest.runtime)
 
 
 def _elsewhere(manifest: Manifest) -> bool:
-    """Whether it is built for another device than the processor."""
+    """Return True if it is built for another device than the processor."""
     return manifest.device_class != "cpu"
 
 
 def _rank(candidate: Installed, least: int) -> tuple[bool, float, int, str]:
-    """What is tried first: what runs on the processor, the fewest bytes, the fastest runtime (docs/benchmarks.md)."""
+    """Return the order of trials: the processor first, fewest bytes, fastest runtime (docs/notes/benchmarks.md)."""
     manifest = candidate.manifest
     runtime = "" if manifest is None else manifest.runtime
     order = _FASTEST.index(runtime) if runtime in _FASTEST else len(_FASTEST)
@@ -213,7 +214,7 @@ def _none_for(runtime: str, found: list[Installed]) -> str:
 
 
 def _usable(found: list[Installed]) -> str:
-    """What the model could be served with, or ""."""
+    """Return the options with which the model could be served, or ""."""
     options = set()
     for one in found:
         if one.manifest is not None and not one.problem:
@@ -225,14 +226,14 @@ def _usable(found: list[Installed]) -> str:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Folders in it, by name; hidden ones are work in progress."""
+    """List the folders in it, by name. Hidden ones are work in progress."""
     try:
         found = sorted(p for p in path.iterdir() if re.fullmatch(NAME_PATTERN, p.name) and p.is_dir())
         for folder in (path, *found):
             if others_write(folder.stat()):
                 raise ModelError(
-                    f"the models folder {folder} can be written by every user of this computer, so what lies there "
-                    f"cannot be trusted; look it through, then: chmod -R go-w {folder}"
+                    f"the models folder {folder} can be written by every user of this computer, so its contents cannot "
+                    f"be trusted; check them, then run: chmod -R go-w {folder}"
                 )
         return found
     except FileNotFoundError:
@@ -244,7 +245,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def read(name: str, path: Path) -> Installed:
-    """An artifact's folder as it is now; its manifest is read, and that its files have the sizes that stand there."""
+    """Read an artifact's folder as it is now: its manifest, and if its files have the sizes in the manifest."""
     try:
         manifest = read_manifest(path)
     except (ArtifactError, OSError) as err:

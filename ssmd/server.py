@@ -76,7 +76,7 @@ def _everywhere(host: str) -> bool:
 
 
 def _listen_on(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on every address of `host`."""
+    """Return sockets that listen on every address of `host`."""
     listening: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -109,7 +109,7 @@ def serve(
     run: str = "ssmd run",
     browse: bool = False,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or `ssmd stop`. Raises what `open_host` raises, ServerError and DaemonError.
+    """Serve until SIGINT, SIGTERM or `ssmd stop`. Raises the errors of `open_host`, ServerError and DaemonError.
 
     run: the command line, up to the model's name, that reaches this daemon from a terminal. browse: open the page once
     the daemon is ready.
@@ -274,7 +274,7 @@ class _Server(uvicorn.Server):
                     await asyncio.wait_for(self._woken.wait(), LOOK_S if self.server_state.connections else ALONE_S)
 
     def awake(self) -> None:
-        """Tick at once, as a first client connected. Date its answer now, not at the last tick."""
+        """Tick at once because a first client connected. Its answer gets the time of now, not of the last tick."""
         now = formatdate(usegmt=True).encode()
         self.server_state.default_headers = [(b"date", now), *self.config.encoded_headers]
         self._woken.set()
@@ -287,8 +287,10 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._draining:
             os._exit(128 + sig)
-        notice = f"{signal.Signals(sig).name}: finishing what runs, at most {GRACE_S:.0f} s; once more stops at once\n"
-        with contextlib.suppress(OSError):  # a terminal that is gone is no reason not to stop
+        notice = (
+            f"{signal.Signals(sig).name}: finishing requests, at most {GRACE_S:.0f} s; a second one stops at once\n"
+        )
+        with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(sys.stderr.fileno(), notice.encode())  # print is not safe in a signal handler
         self.drain()
 
@@ -322,6 +324,6 @@ class _Server(uvicorn.Server):
 
 
 def _stop_without_threads() -> None:
-    """Kill this process if, after its last answer, threads still run that nothing can stop. The store survives it."""
-    log.warning("what was read for requests that are over did not end: stopping without it")
+    """Kill this process if threads still run after its last answer. Nothing else stops them; the store survives it."""
+    log.warning("threads of ended requests did not end: stopping without them")
     os._exit(0)

@@ -96,6 +96,6 @@ def test_this_version_has_its_section() -> None:
 
 
 def test_pages_name_the_wheel_of_this_version() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         named = re.findall(r"ssmd_daemon-([\d.]+)[-.]", page.read_text("utf-8"))
         assert set(named) <= {__version__}, page

@@ -215,7 +215,7 @@ def test_one_signal_ends_it_when_the_model_never_comes_back(artifact: Path, tmp_
 def test_one_signal_ends_it_when_a_request_is_never_read(artifact: Path, tmp_path: Path, words: str) -> None:
     lines = "from ssmd.api.generate import front; server.FLUSH_S = server.LINGER_S = 0.5; front.parse_object = stuck"
     ended = _stuck_at_the_end(artifact, tmp_path, lines, words)
-    said = "what was read for requests that are over did not end: stopping without it"
+    said = "threads of ended requests did not end: stopping without them"
     assert (ended.returncode, said in ended.stderr.splitlines()[-1]) == (0, True), ended.stderr
 
 

@@ -1,11 +1,13 @@
-"""What people read: README keeps to its size, links lead somewhere, pages are current, docstrings are no fragments."""
+"""Texts for people: README keeps to its size, links lead somewhere, pages are current, docstrings are plain English."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from ssmd.families.registry import FAMILIES
 from ssmd.refit import catalog
 
 README = ROOT / "README.md"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:ssmd|runtimes|tests|benchmarks|scripts|docs|migrations|clients)/[\w./-]*\w/?)`")
 # A first line that only makes sense after the name: "Of a layer's recurrence.", "`rows`: how many.".
@@ -24,6 +27,12 @@ FRAGMENT = re.compile(
     r"(After|As|At|Because|Before|Between|By|For|From|If|In|Into|Like|Of|On|Or|So|To|Until|Unless|With|Within|Without)\b"
     r"|`|[a-z_]+: "
 )
+# A person, where a client, a request, a thread or a process is meant.
+PERSON = re.compile(r"\b(who|whoever|whom|nobody|somebody|anybody)\b", re.IGNORECASE)
+# A first line whose subject is a clause: "What is left of it.", "Whether there is one."
+CLAUSE = re.compile(r"(What|Whether|How|Those|These|Who|Whose|Which|That)\b")
+MAX_SENTENCE_WORDS = 30
+MAX_TEST_NAME = 60
 
 
 def anchors(page: Path) -> set[str]:
@@ -63,6 +72,30 @@ def fragments(text: str) -> Iterator[str]:
     return walk(ast.parse(text), "")
 
 
+def docstrings(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and docstring of a module's source and of all in it."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if doc := ast.get_docstring(node):
+            yield getattr(node, "name", "module"), doc
+
+
+def odd_words(text: str) -> Iterator[str]:
+    """Yield the names of a module's source whose docstring is not plain English, with the reason; and odd comments."""
+    for name, doc in docstrings(text):
+        if CLAUSE.match(doc):
+            yield f"{name}: begins with {doc.split()[0]!r}"
+        if found := PERSON.search(doc):
+            yield f"{name}: says {found[0]!r}"
+        for sentence in re.split(r"(?<=[.:;?!])\s+|\n\s*\n", doc):
+            if len(sentence.split()) > MAX_SENTENCE_WORDS:
+                yield f"{name}: {len(sentence.split())} words: {sentence[:40]!r}"
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and (found := PERSON.search(token.string)):
+            yield f"line {token.start[0]}: says {found[0]!r}"
+
+
 def test_the_readme_fits_two_screens() -> None:
     text = README.read_text("utf-8")
     lines = text.splitlines()
@@ -86,9 +119,11 @@ def test_a_dead_link_is_seen(tmp_path: Path) -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text("utf-8")
-    missing = [p.name for p in (ROOT / "docs").glob("*.md") if p.name != "README.md" and f"({p.name})" not in index]
-    assert missing == []
+    folder = ROOT / "docs"
+    index = (folder / "README.md").read_text("utf-8")
+    pages = [page.relative_to(folder).as_posix() for page in DOCS if page != folder / "README.md"]
+    assert any(page.startswith("notes/") for page in pages)
+    assert [page for page in pages if f"({page})" not in index] == []
 
 
 def test_the_shipped_models_are_listed() -> None:
@@ -134,3 +169,36 @@ def test_a_fragment_is_seen() -> None:
         'def e():\n    """Formats: all of them."""\n'
     )
     assert list(fragments(source)) == ["a", "B.c"]
+
+
+def test_docstrings_are_plain_english() -> None:
+    folders = ("ssmd", "runtimes", "clients", "tests", "benchmarks", "migrations")
+    files = sorted(f for folder in folders for f in (ROOT / folder).rglob("*.py") if "data" not in f.parts)
+    assert len(files) > 600
+    assert [f"{f.relative_to(ROOT)}: {odd}" for f in files for odd in odd_words(f.read_text("utf-8"))] == []
+
+
+def test_odd_words_are_seen() -> None:
+    source = (
+        'def a():\n    """What is left of it."""\n'
+        'def b():\n    """Return the answer to whoever asks."""\n'
+        'def c():\n    """Return the rows. A second sentence: short."""  # nobody reads it\n'
+        f'def d():\n    """Return {"very " * 30}much."""\n'
+    )
+    assert list(odd_words(source)) == [
+        "a: begins with 'What'",
+        "b: says 'whoever'",
+        "d: 32 words: 'Return very very very very very very ver'",
+        "line 6: says 'nobody'",
+    ]
+
+
+def test_names_of_tests_are_short() -> None:
+    tests = [
+        f"{f.relative_to(ROOT)}: {node.name}"
+        for f in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(f.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(tests) > 2000
+    assert [name for name in tests if len(name.partition(": ")[2]) > MAX_TEST_NAME] == []

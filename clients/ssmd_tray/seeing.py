@@ -15,7 +15,7 @@ from ssmd_tray.watching import Sight
 
 _AT_WORK = ("restoring", "prefill", "decode")
 _MINUTES = "in the last five minutes"
-_REASONS = {  # docs/http.md, Health
+_REASONS = {  # docs/http-daemon.md, Health
     "disk_full": "the disk is full: what is said now is not kept",
     "locked": "another program holds the database: turns are not kept",
     "damaged": "the database is damaged: `ssmd session check` says more",

@@ -9,13 +9,15 @@ import {metrics} from "./live.js";
 
 const MANY = 1e9; // no bound that a person has in mind
 
-/** [name, what it is called, the step of its arrows, what it is if neither the user nor the model says]. Where it may lie the daemon says. */
+/** [name, label, the step of its arrows, its value if neither the user nor the model sets it]; those of sampling as in
+    ssmd/model/defaults.py. The daemon declares the bounds. */
 const KNOBS = [
   ["temperature", "Temperature", 0.1, "1"],
   ["top_p", "Top p", 0.01, "1"],
   ["top_k", "Top k", 1, "all"],
   ["min_p", "Min p", 0.01, "0"],
   ["repetition_penalty", "Repetition penalty", 0.05, "1"],
+  ["dry_multiplier", "DRY, against loops", 0.1, "0"],
   ["max_tokens", "Longest answer", 1, "2,048 tokens"],
   ["seed", "Seed", 1, "random"],
 ];

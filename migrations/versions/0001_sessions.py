@@ -1,4 +1,4 @@
-"""Sessions, turns, checkpoints and what they are made of: the first tables."""
+"""The first tables: sessions, turns, checkpoints and their parts."""
 
 from __future__ import annotations
 

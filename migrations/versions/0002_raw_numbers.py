@@ -1,4 +1,4 @@
-"""Numbers may be stored as they are (raw/float16, raw/float32): tables stay, but older versions cannot read them."""
+"""Raw numbers (raw/float16, raw/float32). Tables stay, but older versions cannot read such rows."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Nothing to change: a version that knows only revision 0001 refuses the database instead of misreading it."""
+    """Do nothing: the new number makes older versions refuse the database instead of misreading it."""

@@ -1,4 +1,4 @@
-"""Sessions that begin at a turn of another one."""
+"""Forks: sessions that begin at a turn of another one."""
 
 from __future__ import annotations
 

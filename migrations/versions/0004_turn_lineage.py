@@ -1,4 +1,4 @@
-"""A turn knows whose ids it holds: a session may go on with another model, whose ids mean other text."""
+"""The lineage of each turn: a session may continue with another model, whose ids mean other text."""
 
 from __future__ import annotations
 

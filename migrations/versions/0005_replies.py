@@ -1,4 +1,4 @@
-"""Replies: what a request that comes again is answered with."""
+"""Replies: the stored answers for repeated requests."""
 
 from __future__ import annotations
 

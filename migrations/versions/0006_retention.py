@@ -1,4 +1,4 @@
-"""What retention needs to be quick: the bytes of all checkpoints, those of each session, who has let go of what."""
+"""Sizes for quick retention: bytes of all checkpoints and of each session's, and what retention left of a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored numbers carry an xxh3-128, which is not sha256: the column says checksum, the rows there are keep theirs."""
+"""Checksums: stored numbers get an xxh3-128 instead of a sha256. The column is renamed; old rows keep their sha256."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Store format 2: turns keep items, say what they add to a turn above by hashes, and carry a checksum; states are named
-by hashes that can be carried on, without their ids; everything has an owner; answer and head may be missing.
+"""Store format 2.
 
-`turn`, `session` and `checkpoint` are made anew. Numbers of states stay where they are.
+Turns keep items, describe by hashes what they add to a turn above, and carry a checksum. States are named by hashes
+that can be carried on, without their ids. Everything has an owner. Answer and head may be missing.
+
+`turn`, `session` and `checkpoint` are made again. Numbers of states stay where they are.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ depends_on = None
 
 
 class _Old(NamedTuple):
-    """A turn that was moved: what those below it need of it."""
+    """A turn that was moved, with the data that the turns below it need."""
 
     stem: str | None
     root: str
@@ -48,7 +50,7 @@ def upgrade() -> None:
 
 
 def _replace(connection: sa.Connection, name: str, *, autoincrement: bool) -> None:
-    """The new table takes the old one's place, and goes on with its numbers."""
+    """Replace the old table by the new one, which continues its numbers."""
     if autoincrement:
         last = connection.execute(sa.text("SELECT seq FROM sqlite_sequence WHERE name = :n"), {"n": name}).scalar()
         connection.execute(sa.text("DELETE FROM sqlite_sequence WHERE name = :n"), {"n": f"{name}_2"})
@@ -145,13 +147,13 @@ def _turns(connection: sa.Connection) -> None:
 
 
 def _moved(connection: sa.Connection) -> Iterator[dict[str, Any]]:
-    """The rows of the new table. A turn that cannot be read keeps what can be: it carries no checksum that is right."""
+    """Yield the rows of the new table. An unreadable turn keeps its readable data, with a checksum that is wrong."""
     known: dict[str, _Old] = {}
     for seq in connection.scalars(sa.text("SELECT seq FROM turn ORDER BY seq")).all():
         with as_they_are(connection):
             old = connection.execute(sa.text("SELECT * FROM turn WHERE seq = :seq"), {"seq": seq}).one()
         if not is_unicode(old.id) or not is_unicode(old.session) or not is_unicode(old.parent or ""):
-            continue  # nobody can tell whose it is
+            continue  # its session is unknown
         above = known.get(old.parent) if old.parent is not None else None
         named = is_unicode(old.lineage or "") and is_unicode(old.finish) and is_moment(old.created_at)
         counted = isinstance(old.depth, int) and isinstance(old.length, int)
@@ -207,9 +209,9 @@ def _as_it_is(value: Any) -> bytes:
 
 
 def _regrown(known: dict[str, _Old], old: Any, above: _Old | None) -> _Old:
-    """The ids and the text of a turn, which shared any number of them with its parent, as additions to a whole turn.
+    """Rebuild the ids and the text of a turn as additions to a whole turn. Before, it shared any part of its parent's.
 
-    None of both if they make no sense: they are read again.
+    Both are empty if they are invalid: they are read again.
     """
     parts, names = [], []
     at, name = above, old.parent
@@ -258,7 +260,7 @@ def _checkpoints(connection: sa.Connection) -> None:
     )
     with as_they_are(connection):
         names = connection.scalars(sa.text("SELECT id FROM checkpoint ORDER BY id")).all()
-    for name in names:  # one at a time: each has all of its ids
+    for name in names:  # one at a time: each row has all of its ids
         with as_they_are(connection):
             row = connection.execute(sa.text("SELECT * FROM checkpoint WHERE id = :id"), {"id": name}).one()
         fields = dict(row._mapping)
@@ -273,7 +275,7 @@ def _checkpoints(connection: sa.Connection) -> None:
             fields["anchor"], fields["key"] = prefix_keys(row.layout, row.lineage, ids, [anchor(position), position])
             fields["digest"] = bound(row.digest, (fields["key"], row.build, row.origin))
             connection.execute(sa.insert(made), fields)
-        except (ValueError, TypeError, sa.exc.IntegrityError):  # a state of nobody knows what
+        except (ValueError, TypeError, sa.exc.IntegrityError):  # a state of unknown ids
             for table in ("turn_checkpoint", "checkpoint_segment", "piece"):
                 gone = f"DELETE FROM {table} WHERE checkpoint = :id"  # noqa: S608 - names of our own
                 connection.execute(sa.text(gone), {"id": name})
@@ -286,6 +288,6 @@ def _checkpoints(connection: sa.Connection) -> None:
 
 
 def _named(layout: str, lineage: str, ids: bytes) -> bytes:
-    """The key that a checkpoint of these ids had."""
+    """Return the key that a checkpoint of these ids had."""
     scope = json.dumps([layout, lineage]).encode()
     return hashlib.blake2b(scope + ids, digest_size=32, person=b"ssmd.prefix.1").digest()

@@ -1,4 +1,4 @@
-"""Whoever sees a part of what is stored finds it without reading of the rest."""
+"""Indices by owner: a caller that sees a part of the store finds it without reading the rest."""
 
 from __future__ import annotations
 

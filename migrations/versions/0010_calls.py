@@ -1,4 +1,4 @@
-"""Turns may hold tool calls and results. No table changes: an ssmd that cannot read them is to leave them alone."""
+"""Tool calls and results in turns. No table changes, but an ssmd that cannot read them must leave them alone."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Nothing to do: what is there is written as it was."""
+    """Do nothing: existing rows stay as they are."""

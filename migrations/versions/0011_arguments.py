@@ -1,7 +1,7 @@
-"""Chains of turns with tool calls are of arguments whose numbers are doubles, so that their echoes are found again.
+"""Chains of turns with tool calls: numbers in arguments are hashed as doubles, so that their echoes are found again.
 
-A chain is carried on from turn to turn: those below a call are written anew with it. A turn that was altered, or whose
-chain is not that of its words, stays as it is, and so do those below an altered one.
+A chain is carried on from turn to turn, so turns below a call get new chains too. A turn that was altered, or whose
+chain does not match its messages, stays as it is. So do the turns below an altered one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CALL = b'"function_call"'  # the type of an item
 
 
 class _CallBefore(ToolCall):
-    """A call as it was hashed: `1.0` is not `1`."""
+    """A call as it was hashed before: `1.0` differs from `1`."""
 
     @property
     def said(self) -> tuple[str, str]:
@@ -40,7 +40,7 @@ class _CallBefore(ToolCall):
 
 
 class _Above(NamedTuple):
-    """A turn that others may continue. before: the chain that it had. now: the one that it has."""
+    """A turn that others may continue. before: the chain that it had. now: its new chain."""
 
     before: Chain
     now: Chain
@@ -62,7 +62,7 @@ def upgrade() -> None:
         if not turn.sound or above is None:
             continue
         now = above.now.then(turn.conversation, above.calls)
-        # Those that a newer form was written for already go on from the chain that the turn above had.
+        # Turns that were written in the new form already also continue the old chain of the turn above.
         hashed = (above.before.then(said, above.calls) for said in (_before(turn.conversation), turn.conversation))
         if turn.chain not in hashed:
             now = turn.chain

@@ -29,8 +29,8 @@ def converted(module: FlatModule, length: int, variant: Variant, *, half: bool) 
     """Return a coremltools MLModel with the function "main" for `length` tokens and caches of the module's context.
 
     half: float16 for weights and for values read from states or written to them. All else is float32, as squares,
-    exponents and sums of a model's activations leave float16 (docs/log.md). Without it all is float32, which a stateful
-    program does not support.
+    exponents and sums of a model's activations leave float16 (docs/notes/log.md). Without it all is float32, which a
+    stateful program does not support.
     """
     ct = library.coremltools()
     module.rotation = _Rotation(module)  # type: ignore[method-assign] # of this one module, for Core ML alone

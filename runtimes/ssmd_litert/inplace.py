@@ -1,7 +1,7 @@
 """An order of operators that writes a state after its last reader, so that old and new state can share memory.
 
 XNNPACK computes one operator after another, in the file's order. A step with states in place needs half the memory, and
-does not fetch memory that it is about to overwrite (docs/log.md has the gain).
+does not fetch memory that it is about to overwrite (docs/notes/log.md has the gain).
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def _is_int4(name: str, shape: Sequence[int]) -> bool:
 
 
 def has_lanes(shapes: Shapes, quantization: Quantization) -> bool:
-    """Return True if a step of several streams is faster and gives the same bits (docs/log.md).
+    """Return True if a step of several streams is faster and gives the same bits (docs/notes/log.md).
 
     With int4 weights a product with four rows takes as long as four products with one. With int8 weights whose rows are
     shorter than a group of activations these are not quantized, so a row gets other bits than alone.

@@ -35,7 +35,7 @@ WEIGHTS = "model.bin"
 LANES = (4,)  # streams of a decode step that builds make models for: each model has the weights in memory once more
 TRIAL = (sys.executable, "-m", "ssmd_openvino.trial")  # which loads an artifact for the first time
 # float32 between the products; each product of int8 weights quantizes its activations in groups of so many values
-# (docs/log.md: smaller ones round less, larger ones are faster).
+# (docs/notes/log.md: smaller ones round less, larger ones are faster).
 ON_CPU: dict[str, Any] = {
     "PERFORMANCE_HINT": "LATENCY",
     "NUM_STREAMS": 1,
@@ -45,10 +45,10 @@ ON_CPU: dict[str, Any] = {
     "CPU_DENORMALS_OPTIMIZATION": True,  # decays reach numbers so small that products of them take five times as long
 }
 # With a step of several streams: operations of fixed shapes are not fused, which in a lane are others than in the open
-# model, and get other bits. (The open model has few, and is no slower without: docs/log.md.)
+# model, and get other bits. (The open model has few, and is no slower without: docs/notes/log.md.)
 WITH_LANES: dict[str, Any] = {"SNIPPETS_MODE": "DISABLE"}
 ELSEWHERE: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
-_WEIGHTS_AND_GRAPH = 2  # times the weights' bytes that a model of lanes takes (docs/log.md)
+_WEIGHTS_AND_GRAPH = 2  # times the weights' bytes that a model of lanes takes (docs/notes/log.md)
 PLUGINS = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU"}  # OpenVINO's names
 
 
@@ -115,7 +115,7 @@ class OpenVINORuntime:
     def _compiler(self, artifact: Artifact, device: str, threads: int) -> Compiler:
         """Return the compiler of an artifact for a device that passed a trial load. Raises RuntimeUnavailable."""
         core, build = self._started(), artifact.manifest.build
-        if device == "cpu":  # nothing is kept: an import holds the weights in memory once more (docs/decisions.md)
+        if device == "cpu":  # nothing is kept: an import holds the weights in memory twice (docs/notes/decisions.md)
             return compiler_of(core, device, threads, None, more=WITH_LANES if lanes_of(artifact) else {})
         if not self._probe:
             return compiler_of(core, device, threads, build, weightless=self._weightless)

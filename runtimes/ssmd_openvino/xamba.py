@@ -4,8 +4,8 @@ CumBA    CumSum -> product with a triangular matrix of ones
 ReduBA   ReduceSum -> product with a row or column of ones
 ActiBA   SiLU and softplus -> a piecewise linear function
 
-Operations that no pass can rewrite stay unchanged and are listed in the report. docs/xamba.md has the formulas, errors
-and measurements.
+Operations that no pass can rewrite stay unchanged, and the report lists them. docs/notes/xamba.md has the formulas,
+errors and measurements.
 """
 
 from __future__ import annotations

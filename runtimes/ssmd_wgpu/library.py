@@ -1,6 +1,6 @@
 """The wgpu package: how it is imported, and its C functions without the wrapping.
 
-A recorded dispatch costs 22 us through the wrappers and 3 us through these (docs/log.md): a token takes hundreds.
+A recorded dispatch costs 22 us through the wrappers and 3 us through these (docs/notes/log.md): a token takes hundreds.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Tiling:
         return replace(made, rows_of_several=several, tile=tile, quads=quads, shapes=())
 
 
-SOFTWARE = Tiling(8, 4, 64, 2, chunked=True, fused=True)  # measured on lavapipe and llvmpipe (docs/log.md)
+SOFTWARE = Tiling(8, 4, 64, 2, chunked=True, fused=True)  # measured on lavapipe and llvmpipe (docs/notes/log.md)
 HARDWARE = Tiling(16, 4, 64, 2, chunked=True)  # where nothing could be measured
 
 

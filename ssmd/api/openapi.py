@@ -53,7 +53,7 @@ def routes() -> list[Route]:
 
 @cache
 def described() -> dict[str, Any]:
-    """The OpenAPI document of the whole surface."""
+    """Return the OpenAPI document of the whole API."""
     from fastapi import FastAPI
     from pydantic.json_schema import models_json_schema
 
@@ -107,7 +107,7 @@ def described() -> dict[str, Any]:
     own = {name: schema for name, schema in schemas["$defs"].items() if name not in {_name(one) for one in bodies}}
     components.setdefault("schemas", {}).update(own)
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    found["security"] = [{}, {"key": []}]  # none is needed where none is set
+    found["security"] = [{}, {"key": []}]  # no key is needed if none is set
     return found
 
 
@@ -135,7 +135,7 @@ def _of(named: dict[Any, Any], shape: type[Any]) -> str:
 
 
 def _taken(schema: dict[str, Any], body: Any) -> dict[str, Any]:
-    """A body's schema, with what its model does not say."""
+    """Return a body's schema, with the additions that its model lacks."""
     properties = {name: _without_title(one) for name, one in schema.get("properties", {}).items()}
     refused = {
         name: {"enum": list(values), "description": "not built; these values ask for nothing"}
@@ -167,7 +167,7 @@ def _encoded() -> bytes:
 
 @cache
 def _page() -> tuple[bytes, str]:
-    """The page, and the policy that lets it have its own style and nothing else."""
+    """Return the page, and the policy that allows its own style and nothing else."""
 
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     policy = (
@@ -177,7 +177,7 @@ def _page() -> tuple[bytes, str]:
 
 
 def written(document: dict[str, Any]) -> str:
-    """The page of a document."""
+    """Return the page of a document."""
     info = document["info"]
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -231,7 +231,7 @@ def _schema(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A schema in a few words, as HTML."""
+    """Describe a schema in a few words, as HTML."""
     if (ref := schema.get("$ref", "")).startswith(_REF):
         name = escape(ref.removeprefix(_REF))
         return f'<a href="#{name}">{name}</a>'

@@ -1,4 +1,4 @@
-"""The HTTP surface as it is declared: what each route is for, what it takes, and every status that it may answer."""
+"""The declaration of the HTTP API: each route's purpose, its input, and every status that it may answer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel
 
 from ssmd.api import shapes
 from ssmd.api.http import keys
-from ssmd.api.http.body import StrictModel
 from ssmd.api.openai import chat_body, completions, tokenize, unserved
 from ssmd.api.openai.fields import Neutral
 from ssmd.api.openai.messages import MAX_CALLS
@@ -19,20 +18,20 @@ from ssmd.api.own import metrics, models, pulls, sessions, tickets
 
 EVENTS, BINARY, HTML = "text/event-stream", "application/octet-stream", "text/html; charset=utf-8"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-# Everywhere: of the header fields, of the key, of Host, Origin and what the key may, of the body's length, and the end.
+# The statuses of every route: bad header fields, key, Host, Origin, rights or body length, and a daemon that ends.
 _EVERYWHERE = {
-    400: "The request, or a field of it, makes no sense; `param` says which.",
-    401: "A key is set, and another one, or none, was sent.",
-    403: "This Host, Origin or key may not ask that.",
+    400: "The request, or a field of it, is invalid; `param` names it.",
+    401: "A key is set, and the request has no key or a wrong one.",
+    403: "This Host, Origin or key is not allowed.",
     413: "The body is larger than `SSMD_MAX_BODY_BYTES`.",
-    503: "It cannot be done now; `retry-after` says when, if it can be then.",
+    503: "It is not possible now; `retry-after` says when to try again, if that may help.",
 }
 _OPEN = {status: why for status, why in _EVERYWHERE.items() if status != 401}
 _BODY = {
     408: "The body did not arrive in time.",
     415: "The body is not `application/json`, or compressed.",
 }
-_GONE = {404: "There is no such thing here."}
+_GONE = {404: "It does not exist here."}
 _ANSWERS = {
     **_GONE,
     422: "The `Idempotency-Key` came before with another body.",
@@ -103,7 +102,8 @@ MESSAGES: Schema = {
 
 @dataclass(frozen=True)
 class Taken:
-    """A body. shape: its model. refused: fields that are known and not built. more: schemas in place of the model's.
+    """A body. shape: its model. refused: known fields that are not supported. more: schemas in place of the model's.
+
     lenient: unknown fields are ignored and named. optional: it may be left out.
     """
 
@@ -116,8 +116,9 @@ class Taken:
 
 @dataclass(frozen=True)
 class Operation:
-    """A route and a method. good: the status of what was done. answer: its shape, or media types. bad: every other
-    status, and why. query: parameters, by name.
+    """A route and a method. good: the status of a success. answer: its shape, or media types. bad: every other status.
+
+    query: parameters, by name.
     """
 
     summary: str
@@ -150,9 +151,8 @@ _CHAT = Taken(
     {"messages": MESSAGES, "tools": TOOLS, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
     lenient=True,
 )
-_OF_COMPLETIONS: dict[str, Any] = {name: (one.annotation, one) for name, one in completions.FIELDS.items()}
 _COMPLETION = Taken(
-    create_model("CompletionBody", __base__=StrictModel, **_OF_COMPLETIONS),
+    completions.CompletionBody,
     completions.REFUSED,
     {"prompt": _PROMPT, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
     lenient=True,
@@ -165,7 +165,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/page/{file}"): Operation("A file of the page", "page", answer=("*/*",), bad=_OPEN | _GONE, open=True),
     ("GET", "/docs"): Operation("This interface, to be read", "page", answer=(HTML,), bad=_OPEN, open=True),
     ("GET", "/openapi.json"): Operation("This document", "page", answer=("application/json",), bad=_OPEN, open=True),
-    ("GET", "/v1"): Operation("What this is, and its endpoints", "OpenAI", answer=shapes.Root),
+    ("GET", "/v1"): Operation("This daemon, and its endpoints", "OpenAI", answer=shapes.Root),
     ("GET", "/v1/"): Operation("The same", "OpenAI", answer=shapes.Root),
     ("POST", "/v1/chat/completions"): Operation(
         "An answer to a conversation, whole or as a stream of chunks",
@@ -176,14 +176,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         body=_CHAT,
     ),
     ("POST", "/v1/completions"): Operation(
-        "What a prompt goes on with, whole or as a stream of chunks",
+        "The continuation of a prompt, whole or as a stream of chunks",
         "OpenAI",
         answer=shapes.Completion,
         also=(EVENTS,),
         bad=_EVERYWHERE | _BODY | _ANSWERS,
         body=_COMPLETION,
     ),
-    ("GET", "/v1/models"): Operation("The models that may be asked for", "OpenAI", answer=shapes.Models),
+    ("GET", "/v1/models"): Operation("The models that this daemon serves", "OpenAI", answer=shapes.Models),
     ("GET", "/v1/models/{model}"): Operation("One of them", "OpenAI", answer=shapes.Model, bad=_EVERYWHERE | _GONE),
     ("POST", "/tokenize"): Operation(
         "Text to ids",
@@ -212,9 +212,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/ssmd/v1/requests/{id}/stop"): Operation(
         "End it", "requests", 202, answer=shapes.Stopped, bad=_EVERYWHERE | _GONE
     ),
-    ("GET", "/ssmd/v1/models"): Operation("What is installed, loaded or not", "models"),
+    ("GET", "/ssmd/v1/models"): Operation("The installed models, loaded or not", "models"),
     ("PATCH", "/ssmd/v1/models/{model}"): Operation(
-        "Pin a model, or no longer",
+        "Pin a model, or unpin it",
         "models",
         answer=shapes.LoadedModel,
         bad=_EVERYWHERE | _BODY | _GONE,
@@ -224,9 +224,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Load a model", "models", answer=shapes.LoadedModel, bad=_EVERYWHERE | _GONE
     ),
     ("POST", "/ssmd/v1/models/{model}/unload"): Operation(
-        "Let it go", "models", answer=shapes.LoadedModel, bad=_EVERYWHERE | _GONE
+        "Unload a model", "models", answer=shapes.LoadedModel, bad=_EVERYWHERE | _GONE
     ),
-    ("GET", "/health"): Operation("Whether the daemon answers", "daemon", answer=shapes.Health, bad=_OPEN, open=True),
+    ("GET", "/health"): Operation("The health of the daemon", "daemon", answer=shapes.Health, bad=_OPEN, open=True),
     ("GET", "/metrics"): Operation("Numbers for Prometheus", "daemon", answer=(PROMETHEUS,)),
     ("GET", "/ssmd/v1/metrics"): Operation("The same for people's screens", "daemon", answer=shapes.Metrics),
     ("GET", "/ssmd/v1/metrics/stream"): Operation(
@@ -242,16 +242,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
             }
         },
     ),
-    ("GET", "/ssmd/v1/runtimes"): Operation("Which runtimes and devices can be used", "daemon"),
-    ("POST", "/ssmd/v1/stop"): Operation("What SIGTERM does", "daemon", 202, answer=shapes.Ending),
+    ("GET", "/ssmd/v1/runtimes"): Operation("The runtimes and devices that can be used", "daemon"),
+    ("POST", "/ssmd/v1/stop"): Operation("Stop the daemon, as SIGTERM does", "daemon", 202, answer=shapes.Ending),
     ("GET", "/ssmd/v1/catalog"): Operation("The models that can be pulled", "pulls"),
-    ("GET", "/ssmd/v1/pulls"): Operation("How far each pull is", "pulls"),
+    ("GET", "/ssmd/v1/pulls"): Operation("The progress of all pulls", "pulls"),
     ("POST", "/ssmd/v1/pulls"): Operation(
         "Pull a model", "pulls", 202, answer=shapes.Pull, bad=_EVERYWHERE | _BODY, body=Taken(pulls.Wanted)
     ),
     ("DELETE", "/ssmd/v1/pulls/{id}"): Operation("Cancel one", "pulls", answer=shapes.Pull, bad=_EVERYWHERE | _GONE),
     ("GET", "/ssmd/v1/sessions"): Operation(
-        "The conversations that are kept",
+        "The stored sessions",
         "sessions",
         answer=shapes.Sessions,
         bad=_NO_STORE,
@@ -271,7 +271,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", _SESSION_ID): Operation("One with its turns", "sessions", answer=shapes.SessionTurns, bad=_NO_STORE),
     ("PATCH", _SESSION_ID): Operation(
-        "Pin or name it",
+        "Pin or rename it",
         "sessions",
         answer=shapes.Session,
         bad=_NO_STORE | _BODY,
@@ -293,7 +293,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         bad=_NO_STORE | _BODY,
         body=Taken(sessions.ForkBody, optional=True),
     ),
-    ("POST", keys.TICKETS): Operation("Hand a key's rights on", "tickets", answer=shapes.Ticket),
+    ("POST", keys.TICKETS): Operation("Make a ticket with a key's rights", "tickets", answer=shapes.Ticket),
     ("POST", keys.REDEEM): Operation(
         "A key for a ticket", "tickets", answer=shapes.Key, bad=_OPEN | _BODY, body=Taken(tickets.Redeemed), open=True
     ),

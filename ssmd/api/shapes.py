@@ -1,4 +1,4 @@
-"""What answers look like, for the document that describes them; they are written by the modules of their endpoints."""
+"""The shapes of answers, for the document that describes them. The modules of the endpoints write the answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Shape(BaseModel):
-    """An object that may have more than what is named."""
+    """An object that may have more fields than these."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -2,7 +2,7 @@
 
 Every channel and state has a decay of its own, so a product of matrices cannot compute it. A token's input is small
 enough for a processor's cache, so a loop over tokens is faster than any form that works on all of them in parallel
-(docs/log.md).
+(docs/notes/log.md).
 
 Shapes of all forms: x and dt (1, T, D), dt after softplus and 0 on pads; a (N, D) negative; b and c (1, T, N); d (D,);
 ssm (1, N, D). They return y (1, T, D) and the new ssm. A token with dt = 0 changes no state.

@@ -1,4 +1,4 @@
-"""The command `ssmd`. Commands import what is heavy inside themselves, so that --help stays quick."""
+"""The command `ssmd`. Commands import heavy modules in their functions, so that --help stays quick."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # to draw boxes takes as long as all else that --help does
+    rich_markup_mode=None,  # drawing boxes takes as long as all the rest of --help
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve", short_help="Serve models to OpenAI clients.")(serve.serve)
@@ -87,7 +87,7 @@ def _root(
 
 
 def _open_closed() -> None:
-    """Have the null device where a shell closed one of the three streams: no file of ours is to take its number."""
+    """Open the null device for each of the three streams that a shell closed: no file of ours may take its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
@@ -95,7 +95,7 @@ def _open_closed() -> None:
 
 def main() -> None:
     _open_closed()
-    os.umask(os.umask(0) | stat.S_IWOTH)  # what every user may write would be refused by the next command
+    os.umask(os.umask(0) | stat.S_IWOTH)  # the next command would refuse files that every user may write
     completion.prepare()
     with plain_errors():
         app()

@@ -40,7 +40,7 @@ def backup(
     else:
         for damage in done.damages:
             typer.echo(plain(str(damage)))
-        found = f"{len(done.damages)} damages; run `ssmd session check` to see whether the sessions here have them too"
+        found = f"{len(done.damages)} damages; run `ssmd session check` to see if the sessions here have them too"
         verdict = found if done.damages else "all sound"
         said = ", ".join(f"{count} {name}" for name, count in counts.items())
         typer.echo(f"{plain(str(done.file))}: {said}, {show_size(done.nbytes)}: {verdict}")

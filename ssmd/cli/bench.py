@@ -1,4 +1,4 @@
-"""`ssmd bench`: how fast an artifact is on this machine, and what it takes."""
+"""`ssmd bench`: the speed and memory of an artifact on this machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def bench(
 
 @contextmanager
 def _shown() -> Iterator[Progress]:
-    """Rounds done so far, on a terminal."""
+    """Show the rounds done so far, on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -87,7 +87,7 @@ def _shown() -> Iterator[Progress]:
 
 
 def _fields(artifact: Artifact, report: Report) -> dict[str, Any]:
-    """What --json prints; docs/benchmarks.md lists it."""
+    """Return the fields that --json prints; docs/notes/benchmarks.md lists them."""
     manifest = artifact.manifest
     return {
         "name": manifest.name,

@@ -122,13 +122,14 @@ def build(
 
 
 def _idle_passes(xamba: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each rewrite that was asked for and replaced nothing, with why, out of the manifest's report."""
+    """Yield a line for each requested rewrite that replaced nothing, with the reason from the manifest's report."""
     reports = [report for name, report in xamba.items() if name != "passes"]
     for kind, sought in (("cumba", "CumSum"), ("reduba", "ReduceSum"), ("actiba", "SiLU or softplus")):
         made = [report[kind] for report in reports if kind in report]
         if made and not any(one["replaced"][kind] for one in made):
             left = sorted({f"{node['operation']}: {node['why']}" for one in made for node in one["left"]})
-            yield f"{kind}: nothing to replace: {'; '.join(left) or f'no {sought} is in the graph (docs/xamba.md)'}"
+            absent = f"no {sought} is in the graph (docs/notes/xamba.md)"
+            yield f"{kind}: nothing to replace: {'; '.join(left) or absent}"
 
 
 def _whose(checkpoint: str) -> str:
@@ -138,7 +139,7 @@ def _whose(checkpoint: str) -> str:
 
 @contextmanager
 def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterator[Path]:
-    """The folder of the source checkpoint: SmolLM2's lives as long as it is needed."""
+    """Yield the folder of the source checkpoint. SmolLM2's is removed afterwards."""
     from ssmd.model import smollm2
 
     if checkpoint != smollm2.NAME or revision is not None or Path(checkpoint).exists():
@@ -149,7 +150,7 @@ def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterat
 
 
 def _is_fetched(checkpoint: str, revision: str | None) -> bool:
-    """Return whether it is not a folder here, but SmolLM2 or a model's name on the hub."""
+    """Return True if it is not a folder here, but SmolLM2 or a model's name on the hub."""
     from ssmd.model import smollm2
 
     if Path(checkpoint).exists():
@@ -158,11 +159,11 @@ def _is_fetched(checkpoint: str, revision: str | None) -> bool:
 
 
 def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
-    """Where the source checkpoint is, pulled if it is a hub's and not here."""
+    """Return the folder of the source checkpoint. Pull it if it is on a hub and not here."""
     if Path(checkpoint).exists() or not _ON_A_HUB.fullmatch(checkpoint):
         if revision is not None:
             raise BuildFailed(
-                f"--revision is for a model on the hub; {checkpoint} is a folder or no such name", usage=True
+                f"--revision is for a model on the hub; {checkpoint} is a folder or not such a name", usage=True
             )
         return Path(checkpoint)
     from ssmd.hub.pull import find
@@ -177,9 +178,9 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[str], None]]:
-    """Prints lines of progress; a Ctrl-C that was lost under way breaks off at the next line.
+    """Yield a function that prints lines of progress. A Ctrl-C that got lost ends the build at the next line.
 
-    Lost they are: the converters import optional packages under a bare `except`, and PyTorch calls Python from C++.
+    They get lost: the converters import optional packages under a bare `except`, and PyTorch calls Python from C++.
     """
     pressed = False
 
@@ -194,7 +195,7 @@ def _interruptible() -> Iterator[Callable[[str], None]]:
         typer.echo(line)
 
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else somebody wants it ignored, as a shell does in the background
+    if before is signal.default_int_handler:  # otherwise the parent wants it ignored, as for a job in the background
         signal.signal(signal.SIGINT, note)
     try:
         yield progress
@@ -212,5 +213,5 @@ def lengths_of(option: str, text: str) -> list[int]:
 
 
 def tiers_of(asked: list[int], usual: tuple[int, ...]) -> list[int]:
-    """The capacities asked for; below a single one those that are usual."""
+    """Return the requested capacities; for a single one also the usual ones below it."""
     return asked if len(asked) > 1 else [*(n for n in usual if n < asked[0]), asked[0]]

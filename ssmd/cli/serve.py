@@ -40,7 +40,7 @@ def serve(
     ] = None,
     preload: Annotated[str | None, typer.Option(help="Models to load at the start.", metavar="NAME,NAME")] = None,
     pin: Annotated[
-        str | None, typer.Option(help="Models to load at the start and never to let go.", metavar="NAME,NAME")
+        str | None, typer.Option(help="Models to load at the start and never to unload.", metavar="NAME,NAME")
     ] = None,
     default: Annotated[
         list[str] | None,
@@ -65,13 +65,13 @@ def serve(
 
     Every option is also an environment variable (SSMD_PORT, SSMD_API_KEY, ...) and a key of the settings file.
     """
-    gc.disable()  # until the daemon is ready: of what a start makes nothing is to be thrown away
+    gc.disable()  # until the daemon is ready: all objects that the start makes stay
     from ssmd import server
     from ssmd.cli.pull import first_model
     from ssmd.config import Settings
 
     if socket is not None and (host is not None or port is not None):
-        raise typer.BadParameter("--socket is in place of a port: leave --host and --port out")
+        raise typer.BadParameter("--socket replaces a port: leave --host and --port out")
     if socket is not None and browse:
         raise typer.BadParameter("--open opens a page at a port, and a browser cannot reach a socket: leave one out")
     settings = Settings(

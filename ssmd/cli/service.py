@@ -22,12 +22,12 @@ System = Annotated[bool, typer.Option("--system", help="A service of the machine
 PATHS = frozenset(
     f"SSMD_{name}" for name in ("DATA_DIR", "MODELS_DIR", "CACHE_DIR", "CONFIG", "SOCKET", "API_KEYS_FILE")
 )
-FOLDERS = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")  # that decide where ours are
-START_S = 60.0  # until the daemon can be asked
-SYSTEM_S = 8.0  # in which a service of the machine fails, if it does: its data are not for who asks
-DOWN_S = 1.0  # less than a manager waits before it starts it again
+FOLDERS = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")  # they decide where ssmd's folders are
+START_S = 60.0  # longest wait until the daemon answers
+SYSTEM_S = 8.0  # time in which a failing service of the machine fails: its data directory cannot be read
+DOWN_S = 1.0  # shorter than a manager's wait before it restarts the daemon
 LOOK_S = 0.2
-NOT_RUNNING = 3  # as systemctl and the LSB have it
+NOT_RUNNING = 3  # exit code, as in systemctl and the LSB
 
 
 @app.command("install")
@@ -45,7 +45,7 @@ def install(
     """
     from ssmd.config import Settings
 
-    if system:  # its settings are not those of root
+    if system:  # it does not use root's own settings
         os.environ["XDG_CONFIG_HOME"] = "/etc"
     flags = {"SSMD_DATA_DIR": data_dir, "SSMD_MODELS_DIR": models_dir}
     given = {name: str(path.absolute()) for name, path in flags.items() if path is not None}
@@ -66,22 +66,22 @@ def install(
         manager.start()
         changed = True
     _wait(manager, system)
-    said = "is installed and runs" if changed else "was installed as it is, and runs"
+    said = "is installed and runs" if changed else "was installed already, and runs"
     typer.echo(f"the service {said}; it starts {manager.when}: {manager.file}")
     if manager.name == "systemd" and not system:
-        typer.echo("to have it run while nobody is logged in: loginctl enable-linger", err=True)
+        typer.echo("to run it while you are not logged in: loginctl enable-linger", err=True)
 
 
 @app.command("uninstall")
 def uninstall(system: System = False) -> None:
     """Stop the service and remove it. Sessions, models and settings stay."""
     manager = _manager(system)
-    typer.echo(f"removed {manager.file}" if manager.uninstall() else "no such service was installed")
+    typer.echo(f"removed {manager.file}" if manager.uninstall() else "the service was not installed")
 
 
 @app.command("status")
 def status(system: System = False) -> None:
-    """Say whether the service is installed and runs. Exit code 0 if it runs, 3 if not."""
+    """Show if the service is installed and runs. Exit code 0 if it runs, 3 if not."""
     manager = _manager(system)
     found = manager.status()
     if not found.installed:
@@ -91,13 +91,13 @@ def status(system: System = False) -> None:
     starts = f"starts {manager.when}" if found.starts else "is not started by itself"
     typer.echo(f"{found.state}{pid}; {starts}: {manager.file}")
     if not found.running:
-        typer.echo("what it said last: ssmd service logs", err=True)
+        typer.echo("its last messages: ssmd service logs", err=True)
         raise typer.Exit(NOT_RUNNING)
 
 
 @app.command("start")
 def start(system: System = False) -> None:
-    """Start the service, and wait until it can be asked."""
+    """Start the service, and wait until it answers."""
     manager = _installed(system)
     manager.start()
     _wait(manager, system)
@@ -145,8 +145,9 @@ def _installed(system: bool) -> Manager:
 
 
 def _wait(manager: Manager, system: bool) -> None:
-    """Wait until the daemon says where it is; of a service of the machine, until it has run for a while. Fails, with
-    its last words, where it ends before.
+    """Wait until the daemon announces its address; a service of the machine must have run for SYSTEM_S.
+
+    Fails with the daemon's last line if it ends before.
     """
     from ssmd.daemon.discovery import find
     from ssmd.daemon.place import data_dir
@@ -166,7 +167,7 @@ def _wait(manager: Manager, system: bool) -> None:
 
 
 def _last(manager: Manager, data_dir: Path) -> str:
-    """The last line that the daemon wrote, or where to look."""
+    """Return the last line that the daemon wrote, or advice where to look."""
     from ssmd.daemon.logfile import Reader
 
     if command := manager.log(20, follow=False):
@@ -177,11 +178,11 @@ def _last(manager: Manager, data_dir: Path) -> str:
             lines = [line for line in Reader(data_dir).last(1) if " ended: " in line]
         except OSError:
             lines = []
-    return lines[-1] if lines else "`ssmd service logs` may say why, `ssmd serve` does"
+    return lines[-1] if lines else "see `ssmd service logs`, or run `ssmd serve`"
 
 
 def _is_of_another_version(data_dir: Path) -> bool:
-    """Whether the daemon that runs began before an upgrade."""
+    """Return True if the running daemon was started before an upgrade."""
     from ssmd import __version__
     from ssmd.daemon.discovery import find
 
@@ -190,7 +191,7 @@ def _is_of_another_version(data_dir: Path) -> bool:
 
 
 def _definition(more: dict[str, str], *, system: bool) -> Definition:
-    """What the service runs: this installation, with the settings that the variables have now."""
+    """Define the command of the service: this installation, with the present values of the variables."""
     from ssmd.config import SECRETS, environment, variables
     from ssmd.machine.services.service import Definition
     from ssmd.machine.variables import OTHERS
@@ -200,34 +201,34 @@ def _definition(more: dict[str, str], *, system: bool) -> Definition:
     for name in SECRETS:
         if (variable := f"SSMD_{name.upper()}") in kept:
             fail(
-                f"{variable} is set, and others can read what a service is started with: put the key into the settings "
+                f"{variable} is set, and other users can read a service's variables: put the key into the settings "
                 "file (`ssmd config path`), and unset the variable"
             )
     for name in PATHS & kept.keys():  # the service has another working directory
         kept[name] = os.path.abspath(os.path.expanduser(kept[name]))
-    if not system:  # those of the system's own manager may be others
+    if not system:  # the system's manager may have other folders
         kept |= {name: value for name in FOLDERS if os.path.isabs(value := now.get(name, ""))}
-    # -P: what lies in the folder that it starts in, such as a random.py in a home, is no module of ours
+    # -P: a file in its working directory, such as a random.py in a home, must not be imported as a module
     return Definition((sys.executable, "-P", "-m", "ssmd", "serve"), kept | more)
 
 
 def _check_reachable(python: str) -> None:
-    """A service of the machine runs as a user of its own, which has to be able to read this installation."""
+    """Fail if a service of the machine could not read this installation: it runs as a user of its own."""
     for folder in Path(python).parents:
         if not folder.stat().st_mode & 0o001:
             fail(
-                f"the service would run as a user of its own, who cannot look into {folder}; install ssmd where every "
+                f"the service would run as a user of its own, which cannot read {folder}; install ssmd where every "
                 "user can read it, such as /opt/ssmd, or leave --system out"
             )
 
 
 def _check_alone(manager: Manager, data_dir: Path) -> None:
-    """Refuse beside a daemon that somebody started by hand: it holds the data directory."""
+    """Fail if a daemon that is not the service holds the data directory."""
     from ssmd.daemon.discovery import find
 
     found, service = find(data_dir) if data_dir.exists() else None, manager.status()
     if found is not None and not (service.running and service.pid in (None, found.pid)):
         fail(
             f"a daemon (ssmd {found.version}, process {found.pid}) runs already at {found.place}; "
-            "end it first: ssmd stop"
+            "stop it first: ssmd stop"
         )

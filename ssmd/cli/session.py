@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ssmd.text.messages import Message
 
 app = typer.Typer(help="The conversations kept here.", no_args_is_help=True)
-SHOWN = 100  # sessions of a list
-BUSY_MS = 10_000  # a daemon may be writing a turn
+SHOWN = 100  # sessions in a list without --all
+BUSY_MS = 10_000  # longest wait for a daemon that writes a turn
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The session's id.", autocompletion=completion.sessions)]
 
@@ -36,7 +36,7 @@ Ids = Annotated[
 
 @contextmanager
 def open_store(data_dir: Path | None) -> Iterator[Store]:
-    """The store, for as long as the command runs."""
+    """Open the store while the command runs."""
     from ssmd.config import Settings
     from ssmd.sessions.store import Store
 
@@ -102,7 +102,7 @@ def list_sessions(
     console = Console() if sys.stdout.isatty() else Console(width=1000)
     console.print(table)
     if more:
-        typer.echo(f"those are the {SHOWN} used last; --all lists the others too", err=True)
+        typer.echo(f"these are the {SHOWN} used last; --all lists the others too", err=True)
 
 
 @app.command("show")
@@ -155,7 +155,7 @@ def remove(
     """Remove sessions: their text, and the states that no other session uses. It cannot be undone."""
     with open_store(data_dir) as store:
         for session_id in session_ids:
-            store.session(session_id)  # a wrong id among them: nothing is removed
+            store.session(session_id)  # raises for an unknown id, before any is removed
         for session_id in dict.fromkeys(session_ids):
             store.delete(session_id)
             if not as_json:
@@ -165,7 +165,7 @@ def remove(
 
 
 def _shown(message: Message) -> str:
-    """What a message says, and what it calls, a line each."""
+    """Format a message and its calls, a line each."""
     calls = [f"calls {plain(call.name)}({plain(call.arguments)})" for call in message.tool_calls]
     said = [plain(message.content, lines=True)] if message.content or not calls else []
     return "\n".join([*said, *calls])
@@ -191,7 +191,7 @@ def _summary(session: Session) -> dict[str, Any]:
 
 
 def _used(session: Session) -> datetime:
-    """When it was used last. Its order may be ahead of the clock, where that was once ahead of itself."""
+    """Return when it was used last. The stored time may be in the future if the clock was ahead."""
     return min(session.last_used_at, datetime.now(UTC))
 
 
@@ -213,7 +213,7 @@ def _size(nbytes: int) -> str:
 
 
 def plain(text: str, *, lines: bool = False) -> str:
-    """Take control characters out: a stored reply, or an imported file, must not be able to steer the terminal."""
+    """Replace control characters: a stored reply, or an imported file, must not steer the terminal."""
     return "".join(c if c.isprintable() or (lines and c in "\n\t") else "\ufffd" for c in text)
 
 
@@ -238,7 +238,7 @@ def _set_pinned(session_ids: list[str], data_dir: Path | None, as_json: bool, *,
     wanted = list(dict.fromkeys(session_ids))
     with open_store(data_dir) as store:
         for session_id in wanted:
-            store.session(session_id)  # a wrong id among them: nothing is changed
+            store.session(session_id)  # raises for an unknown id, before any is changed
         for session_id in wanted:
             store.pin(session_id, pinned)
             if not as_json:
@@ -249,19 +249,19 @@ def _set_pinned(session_ids: list[str], data_dir: Path | None, as_json: bool, *,
 
 def collect(
     quota: options.Quota = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:
-    """Let states go until those left fit the quota, and give the space back to the disk. No text is removed.
+    """Remove states until those left fit the quota, and give the space back to the disk. No text is removed.
 
-    Old states go first, then those of the sessions used least recently; pinned sessions keep theirs.
+    Old states are removed first, then those of the sessions used least recently; pinned sessions keep theirs.
     """
     from ssmd.config import Settings
     from ssmd.machine.progress import shown
 
     limit = Settings(data_dir=data_dir, quota=quota).quota
-    with open_store(data_dir) as store, shown("looking what would go" if dry_run else "letting states go"):
+    with open_store(data_dir) as store, shown("finding states to remove" if dry_run else "removing states"):
         done = store.collect(limit, dry_run=dry_run)
     over = max(0, done.left - limit)
     if as_json:
@@ -277,7 +277,7 @@ def collect(
 def _tell(done: Collected, limit: int, *, dry_run: bool) -> None:
     from ssmd.machine.size import show_size
 
-    would = "would go" if dry_run else "went"
+    would = "would be removed" if dry_run else "were removed"
     for session_id, (nbytes, count) in done.sessions.items():
         typer.echo(f"{session_id}: {count} states, {show_size(nbytes)}")
     typer.echo(
@@ -288,14 +288,14 @@ def _tell(done: Collected, limit: int, *, dry_run: bool) -> None:
 
 def check(
     repair: Annotated[
-        bool, typer.Option("--repair", help="Take out what is broken; the daemon must be stopped.")
+        bool, typer.Option("--repair", help="Remove what is damaged; the daemon must be stopped.")
     ] = False,
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:
-    """Read everything that is stored and say what is broken. Exit code 1 if anything is, and was not repaired.
+    """Read everything that is stored and report what is damaged. Exit code 1 if anything is, and was not repaired.
 
-    A repair loses nothing but what is broken: where a state is, its conversation is read again.
+    A repair loses only what is damaged: without a state, its conversation is read again.
     """
     from ssmd.config import Settings
     from ssmd.sessions.fsck.repair import check as look
@@ -325,7 +325,7 @@ def check(
             typer.echo(plain(str(damage)))
         typer.echo(f"{done.sessions} sessions, {done.turns} turns, {done.checkpoints} checkpoints: {_verdict(done)}")
         if done.kept is not None:
-            typer.echo(f"the damaged file is kept as {done.kept}; remove it when you miss nothing")
+            typer.echo(f"the damaged file is kept as {done.kept}; remove it if you miss nothing")
     if done.damages and not done.repaired:
         sys.exit(1)
 
@@ -335,12 +335,12 @@ def _verdict(done: Checked) -> str:
         return "all sound"
     if done.repaired:
         return f"{len(done.damages)} damages repaired"
-    return f"{len(done.damages)} damages; `ssmd session check --repair` takes them out"
+    return f"{len(done.damages)} damages; run `ssmd session check --repair` to repair them"
 
 
 @contextmanager
 def _bytes_read() -> Iterator[Callable[[int], None]]:
-    """Bytes read so far, on a terminal."""
+    """Show the bytes read so far, on a terminal."""
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn
 

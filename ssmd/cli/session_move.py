@@ -58,16 +58,16 @@ def export(
 def _targets(
     store: Store, arguments: Sequence[str], into: Path | None, everything: bool, force: bool
 ) -> list[tuple[str, Path]]:
-    """Which session goes to which file. All that can be wrong with them is found before anything is written."""
+    """Return the sessions and their files. All their errors are found before anything is written."""
     if into is None:
         if everything or len(arguments) != 2:
-            fail("say which session goes to which file: ID FILE; several go to a folder: ID... --into DIR", USAGE)
+            fail("name a session and a file: ID FILE; for several sessions a folder: ID... --into DIR", USAGE)
         return [(arguments[0], Path(arguments[1]).expanduser())]
     if everything == bool(arguments):
-        fail("name the sessions, or say --all", USAGE)
+        fail("name the sessions, or pass --all", USAGE)
     folder = into.expanduser()
     ids = [s.id for s in store.sessions()] if everything else [store.session(i).id for i in dict.fromkeys(arguments)]
-    targets = [(i, folder / f"{i}.ssmd") for i in ids]  # ids are letters, digits, _ and -: no path comes from them
+    targets = [(i, folder / f"{i}.ssmd") for i in ids]  # ids are letters, digits, _ and -, so they cannot form a path
     names = [file.name.lower() for _, file in targets]
     if len(set(names)) < len(names):
         fail("some ids differ in capitals only, and many file systems do not tell them apart: export them one by one")
@@ -88,7 +88,7 @@ def _export_one(store: Store, session_id: str, file: Path, states: States, *, fo
         fields = {"file": str(file), "bytes": done.nbytes, "turns": done.turns, "states": done.checkpoints}
         typer.echo(json.dumps(fields | {"left_out": done.left_out}))
         return
-    left = f" ({done.left_out} more states have no place in one file)" if done.left_out else ""
+    left = f" ({done.left_out} more states do not fit into one file)" if done.left_out else ""
     typer.echo(f"{file}: {done.turns} turns, {done.checkpoints} states{left}, {_size(done.nbytes)}")
 
 
@@ -124,7 +124,7 @@ def import_(
             except StoreError as err:
                 if len(files) == 1:
                     raise
-                typer.echo(f"error: {err}", err=True)  # the others are no worse for it
+                typer.echo(f"error: {err}", err=True)  # the other files are imported all the same
                 failed += 1
                 continue
             typer.echo(_json(done) if as_json else _line(done))
@@ -156,7 +156,7 @@ def _import_one(store: Store, file: Path, local: Mapping[str, Local], settings: 
 
 
 def _rereader(lineage: str, settings: Settings) -> tuple[Rereader, Texts]:
-    """A loaded model of that lineage, and what else is to be closed with its program."""
+    """Load a model of that lineage. Returns it, and the texts to close after its program."""
     from ssmd.machine.progress import tell
     from ssmd.model.artifact import Artifact
     from ssmd.model.made import is_made_here
@@ -175,7 +175,7 @@ def _rereader(lineage: str, settings: Settings) -> tuple[Rereader, Texts]:
 
 
 def _artifact_of(lineage: str, settings: Settings) -> Path:
-    """The smallest artifact of a lineage that runs here. Raises ModelError."""
+    """Return the smallest artifact of a lineage that runs here. Raises ModelError."""
     from ssmd.installed import ModelError, installed, resolve
 
     fitting = [i for i in installed(settings.models_dir) if i.manifest is not None and i.manifest.lineage == lineage]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ssmd.text.messages import Message
 
 _WORDS = 40  # characters of each text that are shown
-_SHORT_ID = 13  # as turn_0123abcd
+_SHORT_ID = 13  # least characters of a shown id, such as turn_0123abcd
 
 
 def tree(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
@@ -62,12 +62,12 @@ def fork(
 
 
 class AmbiguousTurn(ValueError):
-    """Several turns begin so; the message names some."""
+    """A beginning that several turns' ids have; the message names some."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A turn: the messages that it asked, what was answered, and how that ended."""
+    """A turn: its input messages, its answer, and how that ended."""
 
     id: str
     parent: str | None
@@ -78,7 +78,7 @@ class Node:
 
 
 def drawn(nodes: Sequence[Node], head: str, kept: Collection[str] = ()) -> Iterator[str]:
-    """How many there are, then a line for each. A star marks the head, + those in `kept`."""
+    """Yield the numbers of turns and branches, then a line for each turn. A star marks the head, + those in `kept`."""
     short = short_ids([one.id for one in nodes])
     parents = {one.parent for one in nodes}
     branches = sum(one.id not in parents for one in nodes)
@@ -90,13 +90,13 @@ def drawn(nodes: Sequence[Node], head: str, kept: Collection[str] = ()) -> Itera
 
 
 def said_by(answer: Message) -> str:
-    """What an assistant said, and what it calls with what."""
+    """Return an assistant's text, and its calls with their arguments."""
     calls = [f"calls {call.name}({call.arguments})" for call in answer.tool_calls]
     return " ".join([*([answer.said] if answer.said else []), *calls])
 
 
 def _railed(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
-    """Each turn with what stands before it. A conversation goes straight down; its branches are moved to the right."""
+    """Yield each turn with the rails before it. A conversation goes straight down; branches are moved to the right."""
     children: dict[str | None, list[Node]] = {}
     for node in nodes:
         children.setdefault(node.parent, []).append(node)
@@ -126,13 +126,13 @@ def _said(node: Node) -> str:
 
 
 def words(text: str) -> str:
-    """How a text begins, in one line."""
+    """Return the beginning of a text, in one line."""
     line = plain(" ".join(text.split()))
     return line if len(line) <= _WORDS else line[: _WORDS - 3].rstrip() + "..."
 
 
 def short_ids(ids: Sequence[str]) -> dict[str, str]:
-    """Shorten each id to as much of it as tells it from the others."""
+    """Shorten each id to the fewest characters that differ from all others."""
     length = _SHORT_ID
     while len({i[:length] for i in ids}) < len(ids):
         length += 1
@@ -140,7 +140,7 @@ def short_ids(ids: Sequence[str]) -> dict[str, str]:
 
 
 def whole_id(beginning: str, ids: Sequence[str]) -> str:
-    """The id that begins so, or what was given: the store says what is wrong with it. Raises AmbiguousTurn."""
+    """Return the id with this beginning, or the given text, which the store then refuses. Raises AmbiguousTurn."""
     fitting = [i for i in ids if i.startswith(beginning)]
     if len(fitting) > 1 and beginning not in ids:
         raise AmbiguousTurn(

@@ -1,4 +1,4 @@
-"""`ssmd show|list`: what an artifact is, and which models are installed here."""
+"""`ssmd show|list`: the facts of an artifact, and the models installed here."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _sampling(defaults: Mapping[str, Default]) -> str:
 
 
 def _quality(quality: dict[str, dict[str, float]]) -> dict[str, str]:
-    """What the build measured against the f32 module, if it did."""
+    """Return the build's measurements against the f32 module, if there are any."""
     if not {"golden", "text"} <= quality.keys():
         return {}
     golden, text = quality["golden"], quality["text"]
@@ -114,7 +114,7 @@ def list_models(models_dir: options.ModelsDir = None, as_json: options.Json = Fa
         typer.echo(json.dumps(described, indent=1))
         return
     if not found:
-        typer.echo(f"no model is installed in {folder}; a first one comes with: ssmd pull smollm2", err=True)
+        typer.echo(f"no model is installed in {folder}; get one with: ssmd pull smollm2", err=True)
         return
     rows = [("name", "runtime", "device", "quantization", "context", "size", "")]
     for one in found:

@@ -43,7 +43,7 @@ def tray(
 
 
 def _why_no_window() -> str:
-    """Why Qt can open no window here, or "". It is tried in a process of its own: where it cannot, it ends that."""
+    """Return why Qt cannot open a window here, or "". A process of its own tries it: Qt ends the process on failure."""
     try:
         tried = subprocess.run(
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_S, check=False
@@ -52,9 +52,9 @@ def _why_no_window() -> str:
         return f"the display does not answer within {_PROBE_S:.0f} s; in a terminal use: ssmd ps"
     if tried.returncode == 0:
         return ""
-    if "could not connect to display" in tried.stderr:  # Qt then speaks of libraries too
+    if "could not connect to display" in tried.stderr:  # Qt then names libraries too
         return f"the display {os.environ.get('DISPLAY', '')!r} cannot be opened; in a terminal use: ssmd ps"
     if "xcb-cursor" in tried.stderr:
-        return "Qt needs a library that the system has not; on Debian: apt install libxcb-cursor0"
+        return "Qt needs a library that this system does not have; on Debian: apt install libxcb-cursor0"
     lines = tried.stderr.strip().splitlines()
-    return f"Qt can open no window here ({lines[0][:300] if lines else f'exit code {tried.returncode}'}); use: ssmd ps"
+    return f"Qt cannot open a window ({lines[0][:300] if lines else f'exit code {tried.returncode}'}); use: ssmd ps"

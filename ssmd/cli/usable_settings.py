@@ -1,4 +1,4 @@
-"""Settings in spite of what is wrong with them, for the doctor: a refused value counts as not given."""
+"""Usable settings in spite of wrong ones, for the doctor: a refused value counts as not given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssmd.machine.variables import PREFIX
 
 
 def usable(**flags: Any) -> tuple[Settings, str]:
-    """The settings, with defaults for what the environment and the file say wrongly, and what is wrong there, or "".
+    """Return the settings, with defaults for wrong values in the environment and the file, and those problems, or "".
 
     Raises SettingsError for a refused flag.
     """
@@ -40,7 +40,7 @@ def usable(**flags: Any) -> tuple[Settings, str]:
 
 
 def _wrong_beside_the_file(flags: dict[str, Any]) -> Iterator[str]:
-    """What is wrong in variables. Raises SettingsError for a refused flag."""
+    """Yield the problems of variables. Raises SettingsError for a refused flag."""
     try:
         _WithoutFile(**flags)
     except SettingsError as err:
@@ -65,7 +65,7 @@ class _WithoutFile(Settings):
 
 
 class _Told(Settings):
-    """Settings of what it is told alone, whatever the environment and the file say."""
+    """Settings of the given values alone, without the environment and the file."""
 
     @classmethod
     def settings_customise_sources(

@@ -1,4 +1,4 @@
-"""`ssmd verify`: whether an artifact still computes what its reference computed."""
+"""`ssmd verify`: compares an artifact's results with those of its reference."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def verify(
         sys.exit(0 if report.passed else 1)
     typer.echo(f"{artifact.path}  ({producer})")
     if artifact.manifest.golden == "itself":
-        typer.echo(
-            "its golden values are what it computed itself when it was refitted; for its graph: ssmd graph verify"
-        )
+        typer.echo("its golden values are its own results from when it was refitted; for its graph: ssmd graph verify")
     typer.echo("position  call     max error  rms error  rms, in standard deviations of the reference")
     for step in report.steps:
         errors = f"{step.max_error:>9.3g}  {step.rms_error:>9.3g}  {step.rms_relative:.3g}"
@@ -74,7 +72,7 @@ def verify(
 
 
 def _why(manifest: Manifest, tolerance: float) -> str:
-    """What a failure is owed to: the build knew what its quantization and its piecewise linear functions lose."""
+    """Return the cause of a failure: the build recorded the loss by quantization and piecewise linear functions."""
     from ssmd.runtime.verify import segments_of
 
     lost = manifest.quality.get("golden", {}).get("rms", 0.0)

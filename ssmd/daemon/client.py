@@ -1,4 +1,4 @@
-"""Asking a running daemon, at its port or its socket, with its own token. Imports nothing heavy: commands are short."""
+"""The client of a running daemon, at its port or its socket, with its own token. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ MAX_ANSWER_BYTES = 256 << 20
 MAX_EVENT_BYTES = 16 << 20
 _T = TypeVar("_T")
 _NONE: Mapping[str, str] = MappingProxyType({})
-_BROKEN = (OSError, http.client.HTTPException, ValueError)  # the last of a chunk without a size
+_BROKEN = (OSError, http.client.HTTPException, ValueError)  # http.client raises ValueError for a chunk without a size
 
 
 class Client:
-    """A daemon, asked with a connection for each request. May be used from several threads."""
+    """A daemon, with a connection for each request. May be used from several threads."""
 
     def __init__(self, address: Address, timeout_s: float = 30.0) -> None:
-        """timeout_s: for an answer, all of it; of a stream it is the time to connect."""
+        """timeout_s: for a whole answer; for a stream it is the time to connect."""
         self.address = address
         self._timeout_s = timeout_s
 
     def get(self, path: str, query: Mapping[str, str] = _NONE, *, holds: Shape = object) -> Any:
-        """Ask for JSON. holds: what the answer has to.
+        """Request JSON. holds: the required shape of the answer.
 
-        Raises DaemonError, with the daemon's own words where it refuses.
+        Raises DaemonError, with the daemon's own message if it refuses.
         """
         return self.send("GET", f"{path}?{urlencode(query)}" if query else path, holds=holds)
 
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, holds: Shape = object) -> Any:
-        """Send JSON, or nothing, and return the JSON of the answer; None of an empty one. holds: what it has to.
+        """Send JSON, or nothing, and return the JSON of the answer; None if it is empty. holds: its required shape.
 
         Raises DaemonError.
         """
@@ -55,16 +55,16 @@ class Client:
         finally:
             late.end()
             connection.close()
-        if late.passed:  # what was cut may look whole
+        if late.passed:  # a cut answer may look whole
             raise self._silent(TimeoutError())
         if not fits(answer, holds):
             raise self._foreign()
         return answer
 
     def stream(self, path: str, body: Mapping[str, Any] | None = None) -> Events:
-        """Send JSON, or ask for the path where there is no body. Raises DaemonError if that cannot be sent.
+        """Send JSON, or a GET without a body. Raises DaemonError if that cannot be sent.
 
-        The answer is waited for by who reads the events: a long prompt takes minutes, and may be cut meanwhile.
+        The caller waits for the answer when it reads the events: a long prompt takes minutes, and may be cut meanwhile.
         """
         connection = self._sent("GET" if body is None else "POST", path, body)
         assert connection.sock is not None
@@ -72,7 +72,7 @@ class Client:
         return Events(self, connection)
 
     def _sent(self, method: str, path: str, body: Mapping[str, Any] | None) -> http.client.HTTPConnection:
-        """A connection on which all was sent."""
+        """Return a connection on which the request was sent."""
         connection = self._connection()
         raw = None if body is None else json.dumps(body).encode()
         headers = {"Host": "localhost", "Authorization": f"Bearer {self.address.token}"}
@@ -87,7 +87,7 @@ class Client:
         return connection
 
     def _answer(self, connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
-        """An answer whose head has come and says that all is well."""
+        """Return an answer whose head has come. Raises DaemonError if its status is not a success."""
         try:
             response = connection.getresponse()
         except _BROKEN as err:
@@ -123,7 +123,7 @@ class Client:
             raise self._foreign() from None
 
     def _refusal(self, response: http.client.HTTPResponse) -> DaemonError:
-        """The error of an answer, in the daemon's words if it has any."""
+        """Build the error of a refusal, with the daemon's message if it has one."""
         answer = self._json(self._whole(response))
         error = answer.get("error") if isinstance(answer, dict) else None
         message = error.get("message") if isinstance(error, dict) else None
@@ -141,13 +141,13 @@ class Client:
         return DaemonError(f"the daemon at {address.place}, process {address.pid}, {why}; `ssmd logs` may say why")
 
     def _foreign(self) -> DaemonError:
-        return DaemonError(f"what answers at {self.address.place} does not speak as a daemon of ssmd does")
+        return DaemonError(f"the server at {self.address.place} does not answer like a daemon of ssmd")
 
 
 class Events:
-    """Server-sent events as dicts, in the order in which they come. Ends after `[DONE]`, or when nothing more comes.
+    """Server-sent events as dicts, in their order. Ends after `[DONE]`, or when the stream ends.
 
-    done: whether all has come that was to come, as `[DONE]` says. An event that tells of an error is an event.
+    done: True if `[DONE]` came. An event that reports an error is an event.
     """
 
     def __init__(self, client: Client, connection: http.client.HTTPConnection) -> None:
@@ -161,12 +161,12 @@ class Events:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The answer's headers, by name in lower case. Waits for them; raises DaemonError if there is no stream."""
+        """Return the answer's headers, by name in lower case. Waits for them. Raises DaemonError without a stream."""
         response = self._head()
         return {} if response is None else {name.lower(): value for name, value in response.getheaders()}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Raises DaemonError if the daemon refuses, or breaks off."""
+        """Yield the events. Raises DaemonError if the daemon refuses, or breaks off."""
         lines: list[bytes] = []
         while (line := self._line()) is not None:
             if line.startswith(b"data:"):
@@ -180,8 +180,9 @@ class Events:
         self.close()
 
     def close(self) -> None:
-        """Cut the stream; the daemon then stops what it generates for it. May be called from any thread and from a
-        signal handler, also while another one waits for an event, which then was the last.
+        """Cut the stream; the daemon then stops generating for it.
+
+        May be called from any thread and from a signal handler, also while a thread waits for an event: that ends then.
         """
         self._closed = True
         with contextlib.suppress(OSError):
@@ -198,7 +199,7 @@ class Events:
         self.close()
 
     def _head(self) -> http.client.HTTPResponse | None:
-        """The answer, from when its head has come; None if the stream was cut before."""
+        """Return the answer once its head has come; None if the stream was cut before."""
         if self._response is None:
             self._response = self._wait(self._answer, None)
         return self._response
@@ -211,7 +212,7 @@ class Events:
         return response
 
     def _line(self) -> bytes | None:
-        """The next line without its end; None after the last one. Raises DaemonError."""
+        """Return the next line without its end; None after the last one. Raises DaemonError."""
         response = self._head()
         line = b"" if response is None else self._wait(lambda: response.readline(MAX_EVENT_BYTES + 1), b"")
         if line.endswith(b"\n"):
@@ -251,7 +252,7 @@ class Events:
 
 
 class _Late:
-    """Cuts a connection after so many seconds: one that says a little now and then is never silent."""
+    """Cuts a connection after a time: a socket's own timeout never ends if a few bytes come now and then."""
 
     def __init__(self, connection: http.client.HTTPConnection, seconds: float) -> None:
         assert connection.sock is not None

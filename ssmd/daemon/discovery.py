@@ -31,9 +31,9 @@ _VERSION = re.compile(r"[!-~]{1,64}", re.ASCII)
 
 
 class DaemonError(ValueError):
-    """A daemon cannot be found, cannot be asked, or refused; the message says what to do.
+    """A daemon that cannot be found or asked, or that refused; the message says what to do.
 
-    status, code: of its answer, None where there was none.
+    status, code: of its answer, None without one.
     """
 
     def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
@@ -51,11 +51,11 @@ class Address:
     pid: int
     version: str
     started_at: float  # seconds since 1970
-    token: str = field(repr=False)  # proves that a command belongs to the user who started the daemon
+    token: str = field(repr=False)  # proves that a command belongs to the user that started the daemon
 
     @property
     def place(self) -> str:
-        """The daemon's place as messages name it."""
+        """Return the daemon's place as messages name it."""
         return self.url if self.url is not None else f"the socket {self.socket}"
 
 
@@ -100,7 +100,7 @@ def running(data_dir: Path) -> int | None:
     try:
         found = data_dir.stat()
         if not privatefile.owned(found):
-            raise DaemonError(f"{data_dir} belongs to user {found.st_uid}, whose daemon is not yours to ask")
+            raise DaemonError(f"{data_dir} belongs to user {found.st_uid}; only that user can use its daemon")
         return holder(data_dir / LOCK_FILE)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -116,7 +116,7 @@ def check_alone(data_dir: Path) -> None:
         return
     if process is not None:
         number = f" (process {process})" if process else ""
-        where = "it is starting, or repairs" if found is None else f"it is at {found.place}"
+        where = "it is starting or repairing" if found is None else f"it is at {found.place}"
         raise DaemonError(f"another ssmd daemon{number} uses {data_dir}: {where}; {ADVICE}")
 
 
@@ -136,7 +136,7 @@ def find(data_dir: Path) -> Address | None:
     except (OSError, ValueError, RecursionError) as err:
         reason = err.strerror or str(err) if isinstance(err, OSError) else str(err)
         raise DaemonError(
-            f"{file} is not believed ({reason}); stop the daemon, which is process {process}, and start it again"
+            f"{file} is not trusted ({reason}); stop the daemon, which is process {process}, and start it again"
         ) from None
     return address if address.pid == process else None
 
@@ -148,7 +148,7 @@ def _read(text: bytes) -> Address:
     try:
         values: Any = json.loads(text)
     except ValueError:
-        raise ValueError("it is no JSON") from None
+        raise ValueError("it is not JSON") from None
     names = [one.name for one in fields(Address)]
     if not isinstance(values, dict) or not values.keys() >= set(names):
         raise ValueError(f"it does not name {', '.join(names)}")
@@ -156,17 +156,17 @@ def _read(text: bytes) -> Address:
     if type(pid) is not int or pid <= 0:
         raise ValueError("its `pid` is not a positive number")
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
-        raise ValueError("its version is none")
+        raise ValueError("its `version` is not 1 to 64 printable characters")
     if type(started_at) not in (int, float) or not 0 <= started_at < _NEVER:
-        raise ValueError("its started_at is no time")
+        raise ValueError("its `started_at` is not a time")
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
-        raise ValueError("its token is none")
+        raise ValueError("its `token` is not valid")
     if (url is None) == (path is None):
-        raise ValueError("it names a url and a socket, or neither")
+        raise ValueError("it must name a `url` or a `socket`, and not both")
     if url is not None and not (isinstance(url, str) and _is_here(url)):
-        raise ValueError("its url is none of this computer")
+        raise ValueError("its `url` is not an address of this computer")
     if path is not None and not (isinstance(path, str) and _is_own_socket(path)):
-        raise ValueError("its socket is none of this user")
+        raise ValueError("its `socket` is not a socket of this user")
     return Address(url, None if path is None else Path(path), pid, version, float(started_at), token)
 
 
@@ -196,7 +196,7 @@ def _is_own(host: str) -> bool:
             one.bind((host, 0))
     except OSError:
         return False
-    return host.strip("0.:") != ""  # 0.0.0.0 and :: are no address to send to
+    return host.strip("0.:") != ""  # 0.0.0.0 and :: are not addresses to send to
 
 
 def _is_own_socket(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Having a daemon end, and waiting until its data directory is free."""
+"""Ending a daemon, and waiting until its data directory is free."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from ssmd.daemon.client import Client
 from ssmd.daemon.discovery import DaemonError, running
 
 STOP = "/ssmd/v1/stop"
-LONGEST_S = 45.0  # what runs has 10 s, a step of the model 10 s more, answers and readers 10 s; and some
+LONGEST_S = 45.0  # running requests get 10 s, a step of the model 10 s more, answers and readers 10 s; and a reserve
 _LOOK_S = 0.05
 
 
 def end(client: Client, data_dir: Path) -> None:
-    """Have a daemon end, and return when another process, or none, uses the directory. Raises DaemonError after too
-    long, and where it refuses.
+    """End a daemon, and return when its process does not use the directory any more.
+
+    Raises DaemonError if it refuses, or takes longer than LONGEST_S.
     """
     client.send("POST", STOP)
     process, deadline = client.address.pid, time.monotonic() + LONGEST_S

@@ -1,4 +1,4 @@
-"""A data directory that is one daemon's alone: the lock, what tells commands where it is, and its log."""
+"""A data directory that one daemon alone uses: the lock, the address file for commands, and the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Home:
     _beside: bool = False  # another daemon locked the directory after this one's lock was removed
 
     def ready(self, address: discovery.Address, said: str) -> None:
-        """Tell commands where the daemon is. A full disk is no reason not to serve: then they do not find it."""
+        """Announce the daemon's address to commands. On a full disk it serves all the same, and they do not find it."""
         self._address = address
         self._announce(address)
         if self.log is not None:
@@ -46,11 +46,11 @@ class Home:
             self._announce(self._address)
 
     def _lock_again(self) -> None:
-        if not self.data_dir.is_dir():  # there is nothing to lock, and the store says so
+        if not self.data_dir.is_dir():  # there is nothing to lock, and the store reports it
             return
         file, lost = self.data_dir / LOCK_FILE, self.lock
         try:
-            self.lock = DirectoryLock.take(self.data_dir, "end one of the two")
+            self.lock = DirectoryLock.take(self.data_dir, "stop one of the two")
         except StoreError as err:
             self._beside = True
             log.error("%s was removed, and cannot be locked again: %s", file, err)

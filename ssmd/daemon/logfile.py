@@ -1,6 +1,6 @@
-"""The daemon's log in its data directory: two files of a bounded size, for this user alone, and how they are read.
+"""The daemon's log in its data directory: two files of a bounded size, for this user alone, and their reader.
 
-It holds what stderr gets, and when the daemon began and ended. A full disk only costs lines.
+It has the lines of stderr, and when the daemon began and ended. A full disk only costs lines.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ MAX_LINE_CHARS = 4000
 
 
 class OneLine(logging.Formatter):
-    """A line for each record, and what follows of an error behind a mark: nothing that a client sends becomes a line of
-    its own, steers a terminal or fills a disk.
+    """A line for each record; the lines of a traceback follow behind a mark.
+
+    So no text from a client becomes a line of its own, steers a terminal or fills a disk.
     """
 
     def __init__(self, fmt: str = "%(asctime)s %(levelname)s %(name)s: %(message)s") -> None:
@@ -45,13 +46,13 @@ def _behind(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text with everything escaped that is not to be seen, and cut where it is longer than anybody reads."""
+    """Return the text with invisible characters escaped, cut to MAX_LINE_CHARS."""
     text = text if len(text) <= MAX_LINE_CHARS else text[:MAX_LINE_CHARS] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class LogFile(RotatingFileHandler):
-    """Writes records to the log of a data directory. Raises OSError if that cannot be opened."""
+    """Writes records to the log of a data directory. Raises OSError if the log cannot be opened."""
 
     def __init__(self, data_dir: Path) -> None:
         super().__init__(
@@ -60,21 +61,21 @@ class LogFile(RotatingFileHandler):
         self.setFormatter(OneLine())
 
     def note(self, text: str) -> None:
-        """Write a line that stderr need not have."""
+        """Write a line that stderr does not need."""
         self.handle(logging.LogRecord("ssmd", logging.INFO, "", 0, "%s", (text,), None))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Stderr has the line."""
+        """Do nothing: stderr has the line."""
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of what could not be written before
+        with contextlib.suppress(OSError):  # of earlier writes that failed
             super().close()
 
     def _open(self) -> Any:
         descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT | privatefile.NOFOLLOW, 0o600)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise PermissionError(f"{self.baseFilename} is no regular file")
+                raise PermissionError(f"{self.baseFilename} is not a regular file")
             privatefile.close_to_others(descriptor)
             return open(descriptor, "a", encoding=self.encoding, errors=self.errors, newline="\n")
         except BaseException:
@@ -83,7 +84,7 @@ class LogFile(RotatingFileHandler):
 
 
 class Reader:
-    """The lines of a data directory's log, the last ones and then those that come. Raises OSError."""
+    """The lines of a data directory's log, the last ones and then new ones. Raises OSError."""
 
     def __init__(self, data_dir: Path) -> None:
         self._file = data_dir / FILE
@@ -92,8 +93,9 @@ class Reader:
         self._inode: int | None = None
 
     def last(self, lines: int) -> list[str]:
-        """The last lines, of the file before this one too, if there are not enough. Raises FileNotFoundError if there
-        is no log.
+        """Return the last lines, also of the file before this one if these are too few.
+
+        Raises FileNotFoundError if there is no log.
         """
         found = _lines(self._take())
         if len(found) < lines:
@@ -102,7 +104,7 @@ class Reader:
         return found[len(found) - min(lines, len(found)) :]
 
     def more(self) -> Iterator[str]:
-        """The whole lines that came since; in a new file too, that took the place of the one before."""
+        """Yield the whole lines that came since, also from a new file that replaced this one."""
         try:
             now = self._file.lstat()
         except FileNotFoundError:
@@ -131,7 +133,7 @@ def _rest(file: Path, at: int) -> tuple[bytes, int, int]:
     with os.fdopen(descriptor, "rb") as opened:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise PermissionError(f"{file} is no regular file")
+            raise PermissionError(f"{file} is not a regular file")
         begin = max(at, found.st_size - 2 * MOST_BYTES)
         opened.seek(begin)
         return opened.read(2 * MOST_BYTES), begin, found.st_ino

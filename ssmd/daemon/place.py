@@ -1,6 +1,6 @@
-"""Which data directory and which models directory commands mean, found without the settings' machinery where that goes.
+"""The data directory and the models directory of a command, without loading the settings if possible.
 
-To read all settings and check them takes longer than to ask a daemon. Whatever a settings file may say is left to them.
+To read and check all settings takes longer than a request to a daemon. If a settings file exists, it is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ssmd.machine import homes
 
 
 def data_dir(flag: Path | None) -> Path:
-    """The data directory, as `Settings(data_dir=flag).data_dir`. Raises SettingsError."""
+    """Return the data directory, as `Settings(data_dir=flag).data_dir`. Raises SettingsError."""
     _check_variables()
     given = flag or _variable("SSMD_DATA_DIR")
     if given is None and not _settled():
@@ -25,7 +25,7 @@ def data_dir(flag: Path | None) -> Path:
 
 
 def models_dir(flag: Path | None, data: Path | None) -> Path:
-    """The models directory, as `Settings(models_dir=flag, data_dir=data).models_dir`. Raises SettingsError."""
+    """Return the models directory, as `Settings(models_dir=flag, data_dir=data).models_dir`. Raises SettingsError."""
     _check_variables()
     given = flag or _variable("SSMD_MODELS_DIR")
     if given is None and not _settled():
@@ -43,7 +43,7 @@ def _variable(name: str) -> Path | None:
 
 
 def _check_variables() -> None:
-    """Check that no variable is misspelt: it may be the one that says which daemon is meant. Raises SettingsError."""
+    """Raise SettingsError if a variable is misspelt: it may be the one that selects the daemon."""
     known = ("SSMD_CONFIG", "SSMD_DATA_DIR", "SSMD_MODELS_DIR", "SSMD_CACHE_DIR")
     given = [name.upper() for name, value in os.environ.items() if value]
     if any(name.startswith("SSMD_") and name not in known for name in given):

@@ -1,6 +1,6 @@
-"""Models that are pulled while a daemon runs: each by `ssmd pull` in a process of its own, one after the other.
+"""Pulls while a daemon runs: each model by `ssmd pull` in a process of its own, one after the other.
 
-That process ends with the daemon, however that ends: it is at its stdin (ssmd/cli/pull.py).
+That process ends with the daemon, however that ends: the daemon holds its stdin open (ssmd/cli/pull.py).
 """
 
 from __future__ import annotations
@@ -22,34 +22,31 @@ from typing import IO, Any, Literal
 from ssmd.machine.child import command, kill_with_children
 
 log = logging.getLogger(__name__)
-MOST = 8  # that wait or run
+MOST = 8  # pulls that wait or run
 KEPT = 20
-PATIENCE_S = 10.0  # for which one that is to end may clean up
-_TAIL_BYTES = 4000  # of what one said before it failed
+PATIENCE_S = 10.0  # time that a cancelled pull has to clean up
+_TAIL_BYTES = 4000  # end of a failed pull's stderr in which its message is looked for
 _LINE_BYTES = 4096
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class TooManyPulls(RuntimeError):
-    """Too many models wait to be pulled already."""
+    """More models than MOST wait to be pulled."""
 
 
 @dataclass(eq=False)
 class Pull:
-    """A model that is pulled, or was. runtime: what for; None: the fastest here. Times: seconds since 1970.
-
-    stage, done, total, unit: what is being done, and how much of it where that is known. error: why it failed.
-    """
+    """A model that is pulled, or was. Times: seconds since 1970."""
 
     id: str
     model: str
-    runtime: str | None
+    runtime: str | None  # to pull it for; None: the fastest here
     state: State = "waiting"
-    stage: str = ""
-    done: int | None = None
+    stage: str = ""  # the present step
+    done: int | None = None  # of the step, if known
     total: int | None = None
     unit: str | None = None
-    error: str = ""
+    error: str = ""  # why it failed
     started_at: float | None = None
     ended_at: float | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -78,10 +75,10 @@ class Pull:
 
 
 class Pulls:
-    """The pulls of a daemon's life, the last ones of them. From any thread. changes: grows with what changes."""
+    """The last pulls of a daemon. From any thread. changes: grows with each change."""
 
     def __init__(self, models_dir: Path, data_dir: Path, *, offline: bool = False) -> None:
-        """offline: nothing is fetched, whatever is missing."""
+        """offline: fetch nothing, even if files are missing."""
         self._where = ("--models-dir", str(models_dir), "--data-dir", str(data_dir), *["--offline"] * offline)
         self._lock = threading.Lock()
         self._pulls: deque[Pull] = deque(maxlen=KEPT)
@@ -89,14 +86,14 @@ class Pulls:
         self.changes = 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """List what is known of each, the last one last."""
+        """Return a row for each pull, the last one last."""
         with self._lock:
             return [pull.row() for pull in self._pulls]
 
     def begin(self, model: str, runtime: str | None) -> dict[str, Any]:
-        """Pull a model once those before it are done; its row. One that waits or runs is not begun twice.
+        """Pull a model after the earlier pulls. Returns its row. A pull that waits or runs is not begun twice.
 
-        The names are the caller's to check. Raises TooManyPulls.
+        The caller has checked the names. Raises TooManyPulls.
         """
         with self._lock:
             under_way = [pull for pull in self._pulls if not pull.is_over]
@@ -114,7 +111,7 @@ class Pulls:
             return pull.row()
 
     def cancel(self, id_: str) -> dict[str, Any] | None:
-        """End one, if it is not over: its row, as it is now. None: there is none of that id."""
+        """Cancel a pull that is not over. Returns its row as it is now; None if no pull has that id."""
         with self._lock:
             pull = next((pull for pull in self._pulls if pull.id == id_), None)
             if pull is None:
@@ -154,7 +151,7 @@ class Pulls:
                     log.warning("%s could not be pulled: %s", pull.model, pull.error)
 
     def _pull(self, pull: Pull, errors: IO[bytes]) -> int:
-        """Run one to its end; its exit code. Raises OSError."""
+        """Run a pull to its end. Returns its exit code. Raises OSError."""
         wanted = [] if pull.runtime is None else ["--runtime", pull.runtime]
         environment = {name: value for name, value in os.environ.items() if name != "SSMD_API_KEY"}
         process = subprocess.Popen(
@@ -180,21 +177,21 @@ class Pulls:
             news = json.loads(line)
             stage, unit = str(news["stage"]), news["unit"]
             done, total = (None if news[name] is None else int(news[name]) for name in ("done", "total"))
-        except (ValueError, KeyError, TypeError):  # the command's own last words
+        except (ValueError, KeyError, TypeError):  # the command's own last lines
             return
         with self._lock:
             pull.stage, pull.done, pull.total, pull.unit = stage, done, total, unit
             self.changes += 1
 
     def _end(self, pull: Pull, state: State) -> None:
-        """Note that one is over; with the lock held."""
+        """Note that a pull is over. The caller holds the lock."""
         pull.state, pull.ended_at, pull.process = state, _now(), None
         pull.done = pull.total = pull.unit = None
         self.changes += 1
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """Have a process end, and see to it that it does."""
+    """End a process, and kill it if it does not end within PATIENCE_S."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()
@@ -204,15 +201,15 @@ def _let_go(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process that did not, with those that it started."""
+    """Kill a process that did not end, with its children."""
     if process.poll() is not None:
         return
-    log.warning("a pull that was to end did not within %.0f s: it is killed", PATIENCE_S)
+    log.warning("a cancelled pull did not end within %.0f s: killing it", PATIENCE_S)
     kill_with_children(process)
 
 
 def _last_words(errors: IO[bytes]) -> str:
-    """The last line that says something, without the word error."""
+    """Return the last line with text, without the prefix "error: "."""
     size = errors.seek(0, os.SEEK_END)
     errors.seek(max(0, size - _TAIL_BYTES))
     lines = [line.strip() for line in errors.read().decode("utf-8", "replace").splitlines()]

@@ -12,19 +12,19 @@ _MOST = 1e18
 
 
 def each(found: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """The rows of a list."""
+    """Return the rows of a list."""
     value = found.get(key)
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def of(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The fields of an object within another."""
+    """Return the fields of an object within another."""
     value = found.get(key)
     return value if isinstance(value, dict) else {}
 
 
 def text(found: Mapping[str, Any], key: str) -> str:
-    """A text, or ""."""
+    """Return a text, or ""."""
     value = found.get(key)
     return value if isinstance(value, str) else ""
 
@@ -36,13 +36,13 @@ def number(value: Any) -> float | None:
 
 
 def size(value: Any) -> str:
-    """Bytes as people read them."""
+    """Format a number of bytes for people."""
     nbytes = number(value)
     return UNKNOWN if nbytes is None else show_size(int(nbytes))
 
 
 def ago(seconds: float) -> str:
-    """A time in one unit: `40 s`, `5 min`, `3 h`, `2 d`."""
+    """Format a time in one unit: `40 s`, `5 min`, `3 h`, `2 d`."""
     seconds = max(0.0, seconds)
     for unit, length, most in (("s", 1, 100), ("min", 60, 100), ("h", 3600, 48)):
         if seconds < most * length:
@@ -64,7 +64,7 @@ def until(model: Mapping[str, Any], now: float) -> str:
 
 
 def phase(request: Mapping[str, Any]) -> str:
-    """What is done for a request, and of a prompt how much."""
+    """Return the phase of a request, with the progress of its prefill."""
     name = text(request, "phase") or UNKNOWN
     fed, to_feed = number(request.get("fed")), number(request.get("to_feed"))
     if name == "prefill" and fed is not None and to_feed:

@@ -1,4 +1,4 @@
-"""The engine of one program: requests are planned and queued here, and answered by threads.
+"""The engine of one program: it plans and queues requests, and its threads answer them.
 
 `Engine.submit` runs in the caller's thread and plans the prompt. Only the worker (worker.py) computes with the program.
 Checkpoints are read in a thread of their own (persist/restore.py), so that other streams go on. The writer
@@ -36,7 +36,7 @@ from ssmd.text.template import TemplateError
 
 
 class Engine:
-    """Serves one program. `writer`: of the store that turns are kept in; None keeps nothing."""
+    """Serves one program. `writer`: of the store for its turns; None stores nothing."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class Engine:
         max_queue: int = 512,
         texts: Texts | None = None,
     ) -> None:
-        """device: what the program computes on. turns: on that, where other programs compute too. max_running: choices
-        that decode at the same time. spare_lanes: so many more, one for each client that has none while others have
-        them all. lane_bytes: of memory that a choice takes. room: whether there is memory for so many bytes more, asked
-        before a choice decodes beside others. texts: the artifact's template and tokenizer; by default they are opened
-        here, as one's own.
+        """Open the engine; `start` starts its worker. Raises TemplateError or TokenizerError.
 
-        Raises TemplateError or TokenizerError.
+        device: where the program computes. turns: on that device, if other programs compute there too.
+        max_running: choices that decode at once. spare_lanes: lanes beside those, one for each client that has none
+        while others have them all. lane_bytes: memory of a choice.
+        room: returns True if there is memory for that many more bytes; called before a choice decodes beside others.
+        texts: the artifact's template and tokenizer; by default they are opened here, in this process.
         """
         manifest = artifact.manifest
         self.artifact = artifact
@@ -96,16 +96,16 @@ class Engine:
 
     @property
     def draining(self) -> bool:
-        """Return whether the engine refuses new requests, as it shuts down."""
+        """Return True if the engine refuses new requests, as it shuts down."""
         return self._queue.draining
 
     @property
     def working(self) -> bool:
-        """Return whether the worker runs."""
+        """Return True if the worker runs."""
         return self._worker.alive
 
     def start(self, *, warm_up: bool = False) -> None:
-        """Start the worker. warm_up: if no request comes at first, do once what takes longer the first time."""
+        """Start the worker. warm_up: if no request comes at first, do work once that takes longer the first time."""
         steps = []
         if warm_up:
             lengths = self.program.buckets
@@ -119,7 +119,7 @@ class Engine:
         self._queue.check(client)
 
     def runs_others(self, client: str) -> bool:
-        """Return whether answers to other clients are under way."""
+        """Return True if answers to other clients are under way."""
         return any(g.asked.request.client != client for g in tuple(self._worker.running))
 
     def submit(
@@ -142,7 +142,7 @@ class Engine:
             plan = self._planner.plan if request.raw is None else self._raw.plan
             prompt = plan(request, go_on)
         except Rejected:
-            if self.draining:  # which ended what it was prepared in
+            if self.draining:  # its template and tokenizer were closed
                 self.check(request.client)
             raise
         request = self._calling.forced(request, prompt)
@@ -162,18 +162,18 @@ class Engine:
         *,
         recallable: bool = False,
     ) -> Generation | Several:
-        """Submit what may have several raw prompts, each of which is then a generation of its own; else as `submit`."""
+        """Submit a request. Each of several raw prompts is a generation of its own; otherwise as `submit`."""
         if request.more:
             return Several.begin(request, deliver, lambda one, taken: self.submit(one, taken, go_on))
         return self.submit(request, deliver, go_on, recallable=recallable)
 
     @property
     def words(self) -> RawPlanner:
-        """Text to ids and back, as prompts are read."""
+        """Return the planner of raw prompts, which turns text into ids and back."""
         return self._raw
 
     def knows(self, variable: str) -> bool:
-        """Return whether the chat template looks a variable up; True if that is unknown. Blocks the first time."""
+        """Return True if the chat template looks a variable up, or if that is unknown. Blocks the first time."""
         with contextlib.suppress(TemplateError):
             return variable in self._texts.template.variables
         return True
@@ -190,12 +190,12 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is left to do, neither requests nor deferred work."""
+        """Return True if nothing is left to do, neither requests nor deferred work."""
         return not self._queue.unfinished and self._persistence.idle
 
     @property
     def busy_bytes(self) -> int:
-        """Bytes of memory that choices take now, beside the first: that one is a part of what the program takes."""
+        """Return the bytes of memory that choices take now. The first is not counted: it is a part of the program."""
         return max(0, self._worker.in_use - 1) * self._lane_bytes
 
     def rows(self) -> list[dict[str, Any]]:
@@ -203,9 +203,9 @@ class Engine:
         return [g.row() for g in (*tuple(self._worker.running), *self._queue.waiting())]
 
     def drain(self) -> None:
-        """Refuse new requests; `shutdown` waits for those there are."""
+        """Refuse new requests; `shutdown` waits for those that are there."""
         self._queue.draining = True
-        self._texts.close()  # requests that wait for it are refused
+        self._texts.close()  # requests that wait for them are refused
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), stop."""

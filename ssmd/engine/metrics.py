@@ -1,6 +1,6 @@
-"""What the daemon measured: TTFT and TBT, tokens, checkpoints, of all models and of each; every token when it comes.
+"""Measurements of the daemon: TTFT, TBT, tokens and checkpoints, for all models and for each. Tokens count at once.
 
-docs/metrics.md says what each field is. Prometheus has the same in seconds (prometheus.py).
+docs/metrics.md describes each field. Prometheus gets the same numbers in seconds (prometheus.py).
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from prometheus_client.core import HistogramMetricFamily
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 CHECKPOINT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-CANCELLED = "cancelled"  # the outcome of a request whose client left
-STOPPED = "stopped"  # and of one that was ended for its client
-RECENT = 30  # requests that are over, one by one
+CANCELLED = "cancelled"  # outcome of a request whose client left
+STOPPED = "stopped"  # outcome of a request that was stopped on demand
+RECENT = 30  # ended requests that are listed one by one
 _OF_ONE = ("prompt_tokens", "cached_tokens", "generated_tokens", "ttft_ms", "prefill_ms", "restore_ms", "tokens_per_s")
 REASONS = ("disk_full", "locked", "damaged", "replaced", "late", "error")  # why a turn is not stored
 
-RECENT_S = 300  # that percentiles are of
-_SLOT_S = 10  # values go out of them in portions of so many seconds
-RECENT_VALUES = 120
+RECENT_S = 300  # window of the recent percentiles
+_SLOT_S = 10  # values leave the window in slots of this many seconds
+RECENT_VALUES = 120  # values that a series lists one by one
 _GROWTH = math.log(1.019)
-_NOTHING = -2000  # the bucket of 0, below all others
+_NOTHING = -2000  # bucket of 0, below all others
 
 
 class Series:
-    """One quantity of which many values come. Its owner locks.
+    """One quantity with many values. Its owner locks.
 
     clock: seconds, never going back.
 
-    Percentiles are of a sketch with buckets 1.9 % wide (DDSketch, Masson et al. 2019): at most 1 % off, and as large
-    after a year as after a minute.
+    Percentiles come from a sketch with buckets 1.9 % wide (DDSketch, Masson et al. 2019). They are at most 1 % off.
+    The sketch is as small after a year as after a minute.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._recent: deque[float] = deque(maxlen=RECENT_VALUES)
         self._ever: Counter[int] = Counter()
-        self._slots: deque[tuple[int, Counter[int]]] = deque()  # by time; the youngest stands last
+        self._slots: deque[tuple[int, Counter[int]]] = deque()  # by time; the newest is last
 
     def add(self, values: Iterable[float]) -> None:
-        """Take in values, 0 or more each."""
+        """Add values, each 0 or more."""
         slot = int(self._clock() // _SLOT_S)
         if not self._slots or self._slots[-1][0] != slot:
             self._slots.append((slot, Counter()))
@@ -61,8 +61,10 @@ class Series:
             self._recent.append(value)
 
     def summary(self, *, recent: bool = True) -> dict[str, Any]:
-        """{last, p50, p95, n, since_start: {p50, p95, n}, recent}: of the last five minutes but for what says it is
-        of all; None where nothing came."""
+        """Return {last, p50, p95, n, since_start: {p50, p95, n}, recent}.
+
+        p50, p95 and n are of the last five minutes, `since_start` of all values. None stands for no value.
+        """
         self._forget(int(self._clock() // _SLOT_S))
         lately: Counter[int] = Counter()
         for _, counts in self._slots:
@@ -77,7 +79,7 @@ class Series:
 
 
 class Histogram:
-    """Counts per bucket and the sum, as Prometheus has them; in ms until it is shown in seconds. Its owner locks."""
+    """Counts by bucket and the sum, as Prometheus has them. Kept in ms, exported in seconds. Its owner locks."""
 
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
         self._bounds_s = bounds_s
@@ -86,13 +88,13 @@ class Histogram:
         self._sum_ms = 0.0
 
     def add(self, values_ms: Iterable[float]) -> None:
-        """Count values; a bucket holds those up to its bound, with it."""
+        """Count values. A bucket holds the values up to and including its bound."""
         for value in values_ms:
             self._counts[bisect_left(self._edges_ms, value)] += 1
             self._sum_ms += value
 
     def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
-        """Show it as one of a family."""
+        """Add this histogram to a metric family."""
         names, total, buckets = [*map(str, self._bounds_s), "+Inf"], 0, []
         for name, n in zip(names, self._counts, strict=True):
             total += n
@@ -102,13 +104,12 @@ class Histogram:
 
 @dataclass(eq=False)
 class Numbers:
-    """What the answers of one model came to, or those of all. tokens_per_s: of each answer after its first token.
-    cached_share: of each prompt, the part that was not fed."""
+    """Numbers of the answers of one model, or of all models."""
 
     ttft_ms: Series = field(default_factory=Series)
     tbt_ms: Series = field(default_factory=Series)
-    tokens_per_s: Series = field(default_factory=Series)
-    cached_share: Series = field(default_factory=Series)
+    tokens_per_s: Series = field(default_factory=Series)  # of each answer, after its first token
+    cached_share: Series = field(default_factory=Series)  # of each prompt: the share that was not fed
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
     tbt: Histogram = field(default_factory=lambda: Histogram(TBT_BOUNDS_S))
     prompt_tokens: int = 0
@@ -119,11 +120,11 @@ class Numbers:
 
     @property
     def fed_tokens(self) -> int:
-        """Prompt tokens that the model read."""
+        """Count the prompt tokens that the model read."""
         return self.prompt_tokens - self.cached_tokens
 
     def summary(self, *, recent: bool = True) -> dict[str, Any]:
-        """All of it, ready for JSON; recent: with the last values one by one."""
+        """Return all numbers, ready for JSON. recent: include the last values one by one."""
         return {
             "ttft_ms": self.ttft_ms.summary(recent=recent),
             "tbt_ms": self.tbt_ms.summary(recent=recent),
@@ -137,7 +138,7 @@ class Numbers:
 
 
 class _Key:
-    """What was asked with the keys of one name."""
+    """Requests and tokens of the API keys of one name."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter(ok=0)
@@ -149,32 +150,28 @@ class _Key:
 
 @dataclass(frozen=True)
 class Live:
-    """What is so at this moment, beside what was counted: as `Metrics.snapshot` shows it.
-
-    models: a row each, with its `id`; running: a row for each request that waits or is answered, with its `owner`, the
-    name of its key. state, reason, memory: of the daemon. waiting, running_choices: requests, and choices that decode.
-    """
+    """The daemon's present state, beside the counts: a part of `Metrics.snapshot`."""
 
     state: str = "idle"
     reason: str = ""
-    models: Sequence[dict[str, Any]] = ()
-    running: Sequence[dict[str, Any]] = ()
+    models: Sequence[dict[str, Any]] = ()  # a row each, with its `id`
+    running: Sequence[dict[str, Any]] = ()  # a row for each waiting or running request; `owner`: its key's name
     memory: dict[str, Any] = field(default_factory=dict)
 
     @property
     def queue(self) -> dict[str, int]:
-        """How many requests wait, and how many are under way."""
+        """Count the requests that wait, and those under way."""
         return {what: sum(row["queue"][what] for row in self.models) for what in ("waiting", "running")}
 
 
 class ModelMetrics:
-    """Counts what one model answers, for itself and for all. From any thread."""
+    """Counts the answers of one model, for the model and for the totals. From any thread."""
 
     def __init__(self, metrics: Metrics, model: str, mine: Numbers) -> None:
         self._metrics, self._model, self._mine = metrics, model, mine
 
     def tokens(self, gaps_ms: Sequence[float], new: int) -> None:
-        """Count a step's tokens: the times since those before them, and how many are part of an answer."""
+        """Count a step's tokens. gaps_ms: times since the tokens before. new: tokens that are part of an answer."""
         metrics = self._metrics
         with metrics.lock:
             for numbers in (self._mine, metrics.total):
@@ -186,7 +183,7 @@ class ModelMetrics:
     def first_token(
         self, *, ttft_ms: float, prompt_tokens: int, cached_tokens: int, prefill_ms: float, restore_ms: float
     ) -> None:
-        """Count a prompt that has its first token. `cached_tokens` of `prompt_tokens` were not fed."""
+        """Count a prompt that got its first token. `cached_tokens` of `prompt_tokens` were not fed."""
         metrics = self._metrics
         with metrics.lock:
             for numbers in (self._mine, metrics.total):
@@ -202,10 +199,10 @@ class ModelMetrics:
     def ended(
         self, last: dict[str, Any], outcome: str, key: str = "", *, id_: str = "", session: str | None = None
     ) -> None:
-        """Count a request that ran, however it ended: "ok", or the code of its error, CANCELLED or STOPPED.
+        """Count a request that ran. outcome: "ok", the code of its error, CANCELLED or STOPPED.
 
-        last: {prompt_tokens, cached_tokens, generated_tokens, ttft_ms, …, tokens_per_s}, what it came to; None where
-        it did not get so far. key: the name of the API key that it came with, if that has one. id_,
+        last: {prompt_tokens, cached_tokens, generated_tokens, ttft_ms, …, tokens_per_s} of the request. A value is
+        None if the request ended before it was known. key: name of its API key, "" if the key has no name. id_,
         session: of the request.
         """
         metrics = self._metrics
@@ -225,7 +222,7 @@ class ModelMetrics:
             metrics.recent.append(row | {"owner": key})
 
     def _saved_ms(self, last: dict[str, Any]) -> float | None:
-        """About how much longer a prompt would have taken without what was kept, by what a token took so far."""
+        """Estimate the ms that cached tokens saved, from the time that a fed token took so far."""
         fed = self._mine.fed_tokens
         if not fed or last["ttft_ms"] is None:
             return None
@@ -234,18 +231,15 @@ class ModelMetrics:
 
 
 class Metrics:
-    """All counts of one daemon. Every method may be called from any thread; fields, with `lock` held.
-
-    changes: grows with what was counted.
-    """
+    """All counts of one daemon. Every method may be called from any thread. Access fields with `lock` held."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.changes = 0
+        self.changes = 0  # grows with every count
         self.total = Numbers()
         self.models: dict[str, Numbers] = {}
         self.outcomes: Counter[str] = Counter(ok=0)
-        self.keys: dict[str, _Key] = {}  # by name, of which a file of keys has a bounded number
+        self.keys: dict[str, _Key] = {}  # by name; the file of keys bounds their number
         self.last: dict[str, Any] | None = None
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.sessions: dict[str, int] | None = None
@@ -258,26 +252,24 @@ class Metrics:
         self.live: Callable[[], Live] = Live
 
     def of(self, model: str) -> ModelMetrics:
-        """What a model's answers are counted with, by its id: what was counted under it before stays."""
+        """Return the counter of a model's answers. Counts made before under the same id stay."""
         with self.lock:
             return ModelMetrics(self, model, self.models.setdefault(model, Numbers()))
 
     def request_failed(self, code: str, key: str = "") -> None:
-        """Count a request that never ran, by the code of its error, CANCELLED or STOPPED. key: as of one that
-        ran.
-        """
+        """Count a request that never ran. code: of its error, or CANCELLED or STOPPED. key: name of its API key."""
         with self.lock:
             self.count(code, key)
 
     def count(self, outcome: str, key: str) -> None:
-        """Count a request by how it ended; with the lock held."""
+        """Count a request by its outcome. The caller holds the lock."""
         self.changes += 1
         self.outcomes[outcome] += 1
         if key:
             self.keys.setdefault(key, _Key()).outcomes[outcome] += 1
 
     def checkpoint(self, bytes_stored: int, ms: float) -> None:
-        """Count a checkpoint that was written: its bytes in the store and the time it took off the token path."""
+        """Count a written checkpoint: its bytes in the store, and the ms it took outside the token path."""
         with self.lock:
             self.changes += 1
             self.checkpoints += 1
@@ -286,31 +278,32 @@ class Metrics:
             self.checkpoint_times.add([ms])
 
     def checkpoint_left_out(self, count: int = 1) -> None:
-        """Count checkpoints that were not written though their turn was: the quota has no room, what they grew from is
-        gone, or the disk is too slow.
+        """Count checkpoints that were not written though their turn was.
+
+        The quota has no room, their parent is gone, or the disk is too slow.
         """
         with self.lock:
             self.left_out += count
 
     def turns_not_stored(self, reason: str, n: int) -> None:
-        """Count turns whose clients were told that they are not stored. reason: one of REASONS."""
+        """Count turns that were reported to clients as not stored. reason: one of REASONS."""
         with self.lock:
             self.changes += 1
             self.not_stored[reason] += n
 
     def healed(self, what: str, n: int) -> None:
-        """Count what was found damaged in the store: "checkpoints" taken out, or "turns" written anew."""
+        """Count repaired damage of the store. what: "checkpoints" (removed) or "turns" (written again)."""
         with self.lock:
             self.changes += 1
             self.healings[what] += n
 
     def damages(self) -> dict[str, int]:
-        """What `healed` counted."""
+        """Return the counts of `healed`."""
         with self.lock:
             return dict(self.healings)
 
     def stored_bytes(self, n: int, quota: int | None = None) -> None:
-        """Note what the session store holds now, and may hold, bytes."""
+        """Note the bytes that the session store holds now, and its quota."""
         with self.lock:
             self.changes += n != self.stored
             self.stored, self.quota = n, quota
@@ -323,8 +316,9 @@ class Metrics:
             self.sessions = now
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything, ready for JSON, as docs/metrics.md has it: what was counted since the daemon started, and what is
-        so now. No value yet is None; times in ms.
+        """Return all counts since the daemon started and its present state, ready for JSON (docs/metrics.md).
+
+        A value that is not there yet is None. Times are in ms.
         """
         live = self.live()
         with self.lock:
@@ -356,12 +350,12 @@ class Metrics:
 
 
 def _place(value: float) -> int:
-    """The bucket of a value: its logarithm's, and one below all for what has none."""
+    """Return the bucket of a value by its logarithm; _NOTHING for 0."""
     return math.ceil(math.log(value) / _GROWTH) if value > 1e-9 else _NOTHING
 
 
 def _value(place: int) -> float:
-    """What stands for the values of a bucket: its middle."""
+    """Return the middle of a bucket, which stands for its values."""
     return 0.0 if place == _NOTHING else math.exp((place - 0.5) * _GROWTH)
 
 
@@ -371,7 +365,7 @@ def _percentiles(counts: Counter[int]) -> dict[str, Any]:
 
 
 def _percentile(counts: Counter[int], n: int, part: float) -> float | None:
-    """The smallest value that at least so large a part of all does not exceed."""
+    """Return the smallest value that is not below the share `part` of all values; None if there are none."""
     rank = max(1, math.ceil(part * n))
     for place in sorted(counts):
         rank -= counts[place]

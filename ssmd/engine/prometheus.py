@@ -1,4 +1,4 @@
-"""The metrics in Prometheus' text exposition, format 0.0.4; times in seconds, as is its convention."""
+"""The metrics in Prometheus' text exposition, format 0.0.4. Times are in seconds, as is its convention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssmd.engine.metrics import Live, Metrics, Numbers
 
 
 class Exposition(Collector):
-    """Shows a daemon's metrics, in a registry of its own, beside those of its process."""
+    """A daemon's metrics in a registry of its own, with those of its process."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -23,7 +23,7 @@ class Exposition(Collector):
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        """All of it."""
+        """Return all metrics as text."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:

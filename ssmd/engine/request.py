@@ -1,4 +1,4 @@
-"""What one request asks of the engine and what it gets back: the vocabulary between engine and API."""
+"""The vocabulary between engine and API: a request to the engine, and the events that it returns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal
 
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.terms import Grammar, Rejected
+from ssmd.model.defaults import OPTIONS
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.reply import ReplyKey
 from ssmd.text.calls.tool_choice import AUTO, ToolChoice
@@ -18,49 +19,39 @@ from ssmd.text.template import NOTHING_MORE, Given
 
 Resume = Literal["exact", "portable", "none"]
 FinishReason = Literal["stop", "length", "tool_calls"]
-Raw = str | tuple[int, ...]  # a prompt that no template makes
-LEAST_LOGPROB = -9999.0  # of a token that cannot come, as OpenAI writes it: JSON has no -Infinity
+Raw = str | tuple[int, ...]  # a prompt without a template
+LEAST_LOGPROB = -9999.0  # logprob of an impossible token, as OpenAI writes it: JSON has no -Infinity
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks. `messages` is always the whole conversation. `max_tokens` is per choice.
-
-    raw: the prompt as it is, text or ids, in place of messages; more: further ones, whose choices are numbered on.
-    echo: each choice begins with its prompt.
-
-    truncate: leave the oldest out where there is no room for them. key: how to know it again. client: who asks; all
-    clients that wait take turns. domain: what of the store is there for it, and whose a new session is.
-    arrived: perf_counter when it came, before it was read; None: as it is submitted. load_ms: it waited for its model.
-    id: what its answer is called. given: what the template is told beside the messages. grammar: of the answer.
-    tool_choice: of the tools that are given. thinking_budget: tokens after which reasoning is ended.
-    """
+    """A client's request. `messages` is always the whole conversation."""
 
     messages: tuple[Message, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int = 2048
+    max_tokens: int = int(OPTIONS["max_tokens"].otherwise)  # per choice
     stop: tuple[str, ...] = ()
     n: int = 1
     session: str | None = None
     store: bool = True
-    truncate: bool = False
-    key: ReplyKey | None = None
-    client: str = ""
-    domain: Domain = EVERYBODY
-    arrived: float | None = None
-    load_ms: float = 0.0
-    given: Given = NOTHING_MORE
-    grammar: Grammar | None = None
-    raw: Raw | None = None
-    more: tuple[Raw, ...] = ()
-    echo: bool = False
-    tool_choice: ToolChoice = AUTO
-    thinking_budget: int | None = None
-    id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}", compare=False)
+    truncate: bool = False  # drop the oldest messages if there is no room for them
+    key: ReplyKey | None = None  # recognises a repetition of this request
+    client: str = ""  # all clients that wait take turns
+    domain: Domain = EVERYBODY  # rows of the store that it can read, and the owner of its new session
+    arrived: float | None = None  # perf_counter when it came, before it was read; None: when it is submitted
+    load_ms: float = 0.0  # time that it waited for its model
+    given: Given = NOTHING_MORE  # input of the template beside the messages
+    grammar: Grammar | None = None  # of the answer
+    raw: Raw | None = None  # the prompt as it is, text or ids, in place of messages
+    more: tuple[Raw, ...] = ()  # further raw prompts; their choices are numbered after those of the first
+    echo: bool = False  # each choice begins with its prompt
+    tool_choice: ToolChoice = AUTO  # among the tools in `given`
+    thinking_budget: int | None = None  # tokens after which reasoning is ended
+    id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}", compare=False)  # of its answer
 
     @property
     def choices(self) -> int:
-        """How many answers are asked for, of all its prompts."""
+        """Count the requested choices, over all prompts."""
         return self.n * (1 + len(self.more))
 
 
@@ -76,8 +67,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class CallDelta:
-    """More of a tool call. number: its place among the answer's calls, from 0. id, name: in its first delta, else "".
-    arguments: more of their JSON text.
+    """More of a tool call. arguments: more of their JSON text.
+
+    number: index among the answer's calls, from 0. id, name: in the call's first delta, else "".
     """
 
     number: int
@@ -90,7 +82,7 @@ class CallDelta:
 class Delta:
     """New text of choice `index`. Never a half character, never a part of a stop string.
 
-    reasoning: it is thought, not said. call: it is more of a tool call, and `text` is "".
+    reasoning: the text is reasoning. call: more of a tool call; then `text` is "".
     """
 
     index: int
@@ -102,44 +94,40 @@ class Delta:
 
 @dataclass(frozen=True)
 class Usage:
-    """Counted, not computed: `cached_tokens` are those that were not fed again. Times in milliseconds.
+    """Usage of a request. Tokens are counted, not computed. Times are in ms.
 
-    ttft_ms: from when the request was there, and the sum of what follows it here: load_ms, its model was loaded;
-    plan_ms, it was read, rendered, tokenised and looked up; queue_ms, it waited for a lane; restore_ms; prefill_ms, its
-    prompt was fed; shared_ms, others' steps were computed meanwhile, and the first token was drawn.
-    stored: the text of all choices is. state_stored: the state at the end of each is too. context_left: tokens that the
-    conversation has room for after the longest answer, None if it is not bounded.
-    cut_messages: those that were left out for want of room. stopped: it was ended before its end.
+    ttft_ms is the time from the request's arrival to its first token. It is the sum of load_ms, plan_ms, queue_ms,
+    restore_ms, prefill_ms and shared_ms.
     """
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # prompt tokens that were not fed again
     session: str | None
     resume: Resume
-    stored: bool
+    stored: bool  # the text of all choices is stored
     ttft_ms: float
     tbt_ms: float | None
-    prefill_ms: float
+    prefill_ms: float  # the prompt was fed
     restore_ms: float
-    context_left: int | None = None
-    cut_messages: int = 0
-    load_ms: float = 0.0
-    plan_ms: float = 0.0
-    queue_ms: float = 0.0
-    shared_ms: float = 0.0
-    stopped: bool = False
-    state_stored: bool = False
+    context_left: int | None = None  # tokens of room after the longest answer; None if the context is unbounded
+    cut_messages: int = 0  # messages that were left out because the context has no room
+    load_ms: float = 0.0  # its model was loaded
+    plan_ms: float = 0.0  # it was read, rendered, tokenized and looked up
+    queue_ms: float = 0.0  # it waited for a lane
+    shared_ms: float = 0.0  # others' steps were computed meanwhile, and the first token was drawn
+    stopped: bool = False  # it was stopped before its end
+    state_stored: bool = False  # the state at the end of each choice is stored too
 
     @staticmethod
     def of_nothing(session: str | None, load_ms: float) -> Usage:
-        """What a request took that was stopped before it was planned."""
+        """Return the usage of a request that was stopped before it was planned."""
         return Usage(0, 0, 0, session, "none", False, 0.0, None, 0.0, 0.0, load_ms=load_ms, stopped=True)
 
 
 @dataclass(frozen=True)
 class Done:
-    """The last event of a request that ran: it comes after the turn was committed (or `usage.stored` is false)."""
+    """The last event of a request that ran. It comes after the turn was committed, or `usage.stored` is false."""
 
     finish_reasons: tuple[FinishReason, ...]
     usage: Usage
@@ -147,27 +135,29 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event of a request that broke off; what was sent is stored, marked incomplete."""
+    """The last event of a request that broke off. The sent text is stored, marked incomplete."""
 
     error: Rejected
 
 
 @dataclass(frozen=True)
 class Recalled:
-    """The engine gives a request back that it has not begun: its model makes room for another one. Who asked may ask
-    again; nothing comes after it."""
+    """The last event of a request that the engine gives back before it began: its model makes room for another one.
+
+    The caller may submit it again.
+    """
 
 
 Event = Delta | Done | Failed | Recalled
 
 
 def label(generation: str, key: str) -> str:
-    """What the log calls a request: its generation's id, and the name of the key that it came with, if that has one."""
+    """Return a request's name in the log: its generation's id, and the name of its API key if the key has one."""
     return f"{generation} of {key}" if key else generation
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same in as few deltas as tell it, in one choice's order; without log-probabilities."""
+    """Return the deltas of one choice, merged into as few as possible, in order. Log-probabilities are dropped."""
     found = []
     for _, alike in groupby(deltas, key=_kind):
         first, *more = alike
@@ -183,7 +173,7 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def calls_of(deltas: Sequence[Delta]) -> tuple[ToolCall, ...]:
-    """The calls that deltas of one choice tell of, each as far as it came."""
+    """Return the tool calls in the deltas of one choice, each as far as it came."""
     calls: list[tuple[CallDelta, list[str]]] = []
     for delta in deltas:
         if delta.call is not None:
@@ -194,6 +184,6 @@ def calls_of(deltas: Sequence[Delta]) -> tuple[ToolCall, ...]:
 
 
 def _kind(delta: Delta) -> tuple[bool, int, bool]:
-    """What joins with its like: a call begins alone, and its arguments follow."""
+    """Return the key by which deltas merge. A call's first delta stands alone; its arguments follow."""
     call = delta.call
     return delta.reasoning, -1 if call is None else call.number, call is not None and bool(call.name)

@@ -9,7 +9,7 @@ Steps = Generator[None]  # work that may be closed after any of its steps
 
 
 class Rejected(Exception):
-    """A request that cannot be run. The API turns it into the matching HTTP error; nothing was changed."""
+    """A request that cannot run. The API turns it into the matching HTTP error; nothing was changed."""
 
     def __init__(
         self,
@@ -33,6 +33,6 @@ class Grammar:
     """The grammar of an answer, as llguidance reads it: Lark or JSON."""
 
     text: str
-    param: str  # of the request, to name in errors
-    parts: tuple[Grammar, ...] = ()  # that it is made of, to find out which one is wrong
+    param: str  # field of the request, for errors
+    parts: tuple[Grammar, ...] = ()  # its parts, to find the wrong one
     begun: bool = False  # it applies to each tool call after its opening marker, not to the whole answer

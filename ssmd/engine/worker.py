@@ -70,7 +70,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return whether the thread runs."""
+        """Return True if the thread runs."""
         return self._thread.is_alive()
 
     def start(self, warm_up: WarmUp) -> None:
@@ -100,7 +100,7 @@ class Worker:
                     self._idling = False
                     self._turns.busy(self)
                 self._step()
-            except Exception:  # of a request that is over already, or of none: the others go on
+            except Exception:  # of an ended request, or of none: the others go on
                 log.exception("the worker failed at a piece of work")
             finally:
                 self._answers.give_back()
@@ -114,7 +114,7 @@ class Worker:
         self._answers.give_back()
 
     def _idle(self) -> None:
-        """Do a piece of work that no request waits for. None takes longer than a restore or a bucket."""
+        """Do a piece of work that no request waits for. No piece takes longer than a restore or a bucket."""
         if not self._idling:
             self._idling = True
             self._turns.idle(self)
@@ -155,7 +155,7 @@ class Worker:
         return served if served is None or not self.running or self._room() else None
 
     def _something_to_do(self, admits: bool) -> bool:
-        """Return whether the worker can go on. The queue is locked: nothing here may wait.
+        """Return True if the worker can go on. The queue is locked: nothing here may wait.
 
         admits: whether a lane was free.
         """
@@ -179,7 +179,7 @@ class Worker:
         if len(decoding) < len(self.running):
             reading = [g for g in self.running if not g.progress.choices and g.kept.ready()]
             ready = next((g for g in self._shares.in_turn(reading) if self._may_read(g, decoding)), None)
-        if ready is None and not decoding:  # all wait for their states
+        if ready is None and not decoding:  # all requests wait for their states
             self._queue.wait(partial(self._something_to_do, self._served() is not None), 0.05)
         if ready is not None:
             started = time.perf_counter()
@@ -350,7 +350,7 @@ def _why(err: Exception) -> Rejected:
 class Answers:
     """The answers of one worker: samples tokens, sends deltas, keeps the state at each end, and reports the end.
 
-    running: the admitted requests; one that ends is removed. told: called when a request's client got its end.
+    running: the admitted requests; one that ends is removed. told: called when a request's client got its last event.
     All is called by the worker's thread; `_tell` also by the writer's.
     """
 
@@ -496,7 +496,7 @@ def feed_forced(choice: Choice, program: Program) -> Logits | None:
 
 
 def is_read(g: Generation) -> bool:
-    """Return whether all of a prompt but its last token was fed."""
+    """Return True if all tokens of a prompt but the last were fed."""
     p = g.progress
     return p.handle is not None and p.logits is None and p.position == len(g.prompt.ids) - 1
 

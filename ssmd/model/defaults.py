@@ -35,11 +35,16 @@ MAX_BREAKER_CHARS = 40
 
 @dataclass(frozen=True)
 class Option:
-    """A numeric option of a request: its bounds. whole: it must be an integer."""
+    """A number that a request, a person or a model may set: its bounds, its default, and its texts for people."""
 
     low: float
     high: float
     whole: bool = False
+    otherwise: float = 0  # its value if neither the request nor the model sets it
+    aliases: tuple[str, ...] = ()  # other servers' names of it
+    help: str = ""
+    label: str = ""  # on the page
+    step: float = 1  # of the page's arrows
 
     @property
     def expected(self) -> str:
@@ -66,23 +71,100 @@ class Option:
         return self.checked(name, value)
 
 
+# All sampling options: request bodies, the terminal's options and `/set`, and the page's fields are made of this table.
 OPTIONS: Mapping[str, Option] = {
-    "temperature": Option(0, 2),
-    "top_p": Option(0, 1),
-    "top_k": Option(0, MAX_INT, whole=True),
-    "min_p": Option(0, 1),
-    "typical_p": Option(0, 1),
-    "xtc_probability": Option(0, 1),
-    "xtc_threshold": Option(0, 1),
-    "repetition_penalty": Option(0.01, 100),
-    "repeat_last_n": Option(EVERYTHING, MAX_INT, whole=True),
-    "frequency_penalty": Option(-2, 2),
-    "presence_penalty": Option(-2, 2),
-    "dry_multiplier": Option(0, 100),
-    "dry_base": Option(1, 100),
-    "dry_allowed_length": Option(1, 1024, whole=True),
-    "dry_penalty_last_n": Option(EVERYTHING, MAX_INT, whole=True),
-    "max_tokens": Option(1, MAX_INT, whole=True),
+    "temperature": Option(
+        *(0, 2),
+        otherwise=1,
+        help="0 always takes the likeliest token.",
+        label="Temperature",
+        step=0.1,
+    ),
+    "top_p": Option(
+        *(0, 1),
+        otherwise=1,
+        help="Sample among the likeliest tokens of this total probability.",
+        label="Top p",
+        step=0.01,
+    ),
+    "top_k": Option(
+        *(0, MAX_INT),
+        whole=True,
+        help="Sample among this many of the likeliest tokens; 0 all.",
+        label="Top k",
+    ),
+    "min_p": Option(
+        *(0, 1),
+        help="Least probability, as a share of the likeliest token's.",
+        label="Min p",
+        step=0.01,
+    ),
+    "typical_p": Option(
+        *(0, 1),
+        otherwise=1,
+        help="Sample among the tokens of typical surprise, up to this total probability.",
+    ),
+    "xtc_probability": Option(
+        *(0, 1),
+        help="How often XTC drops all likely tokens but the least likely of them; 0 never.",
+    ),
+    "xtc_threshold": Option(
+        *(0, 1),
+        otherwise=0.1,
+        help="Probability from which XTC calls a token likely.",
+    ),
+    "repetition_penalty": Option(
+        *(0.01, 100),
+        otherwise=1,
+        aliases=("repeat_penalty",),
+        help="Makes the last tokens less likely to come again; 1 does not, 1.1 does a little.",
+        label="Repetition penalty",
+        step=0.05,
+    ),
+    "repeat_last_n": Option(
+        *(EVERYTHING, MAX_INT),
+        whole=True,
+        otherwise=64,
+        help="How many tokens the repetition penalty counts; -1 all.",
+    ),
+    "frequency_penalty": Option(
+        *(-2, 2),
+        help="Subtracted from a token's logit once for each time that the answer has it.",
+    ),
+    "presence_penalty": Option(
+        *(-2, 2),
+        help="Subtracted once from the logit of each token that the answer has.",
+    ),
+    "dry_multiplier": Option(
+        *(0, 100),
+        help="Strength of DRY, which penalizes repeated sequences of tokens; 0 is off.",
+        label="DRY, against loops",
+        step=0.1,
+    ),
+    "dry_base": Option(
+        *(1, 100),
+        otherwise=1.75,
+        help="Growth of DRY's penalty with each more token that repeats.",
+    ),
+    "dry_allowed_length": Option(
+        *(1, 1024),
+        whole=True,
+        otherwise=2,
+        help="Tokens that may repeat before DRY penalizes the next one.",
+    ),
+    "dry_penalty_last_n": Option(
+        *(EVERYTHING, MAX_INT),
+        whole=True,
+        otherwise=EVERYTHING,
+        help="How many tokens DRY looks back at; -1 all.",
+    ),
+    "max_tokens": Option(
+        *(1, MAX_INT),
+        whole=True,
+        otherwise=2048,
+        help="Longest answer, in tokens.",
+        label="Longest answer",
+    ),
 }
 # Fields of a generation config, and the options that they set.
 _GENERATION = {
@@ -246,6 +328,11 @@ def _breakers(value: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def full_name(name: str) -> str:
+    """Return the name of the option that has this name or alias; others as they are."""
+    return next((own for own, option in OPTIONS.items() if name in option.aliases), name)
+
+
 def option_of(name: str) -> Option:
     """Return the option of that name. Raises ValueError, which lists the known ones."""
     if name not in OPTIONS:
@@ -258,7 +345,7 @@ def option_of(name: str) -> Option:
 def parse(text: str) -> tuple[str, float]:
     """Return the name and value of a setting's NAME=VALUE. Raises ValueError."""
     name, equals, written = text.partition("=")
-    name = name.strip()
+    name = full_name(name.strip())
     if not equals:
         raise ValueError(f"{shown(text)!r} is not NAME=VALUE, such as temperature=0.7")
     return name, option_of(name).read(name, written)

@@ -28,7 +28,7 @@ from ssmd.runtime.verify import GOLDEN_POSITIONS, GOLDEN_TOKENS, StepError, comp
 SEED = 1
 SUFFIX = ".graph"
 SHIPPED = Path(__file__).parent / "graphs"
-RUNTIMES = ("litert", "openvino")  # runtimes on the processor, the faster one first (docs/benchmarks.md)
+RUNTIMES = ("litert", "openvino")  # runtimes on the processor, the faster one first (docs/notes/benchmarks.md)
 CLASSES = {  # `--runtime`
     "litert": ("litert", "cpu"),
     "openvino": ("openvino", "cpu"),

@@ -1,6 +1,6 @@
 """The speed of an artifact on this machine: load, prefill, decode, save and restore, beside one read of its weights.
 
-docs/benchmarks.md describes the measurements. All of them go through the interface of a Runtime.
+docs/notes/benchmarks.md describes the measurements. All of them go through the interface of a Runtime.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ GOLDEN_TEXT = (
 # outliers suffer most (measured 0.03 on tiny models, 0.068 on SmolLM2-135M). A wrong program is near 1.
 TOLERANCES = {"f32": 1e-4, "f16": 1e-2, "int8": 0.25, "int4": 0.5}
 # Added tolerance for piecewise linear functions (ActiBA): this over the square of their segments, at most the tolerance
-# of int4 (measured 6 to 22 on tiny models of four families, the worst row of 40; docs/xamba.md).
+# of int4 (measured 6 to 22 on tiny models of four families, the worst row of 40; docs/notes/xamba.md).
 _PIECEWISE = 40.0
 
 

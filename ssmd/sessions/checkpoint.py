@@ -1,4 +1,4 @@
-"""Checkpoints: a state to be kept, what names one that is kept, and for whom it counts."""
+"""Checkpoints: a state to be stored, the name under which it is stored, and the programs that can use it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ KINDS: tuple[CheckpointKind, ...] = ("system", "user", "turn")
 
 @dataclass(frozen=True)
 class Scope:
-    """What states share that serve one another: `layout` is StateSpec.digest(), `lineage`, `build` the artifact's."""
+    """The facts that states must share to replace one another."""
 
-    layout: str
+    layout: str  # StateSpec.digest()
     lineage: str
-    build: str
+    build: str  # of the artifact
 
 
 @dataclass(frozen=True)
 class Maker:
-    """The program that makes states: they are `spec`'s, and kept under its artifact's scope."""
+    """The program that computes states. They have the layout `spec` and are stored under its artifact's scope."""
 
     scope: Scope
     producer: str
@@ -46,34 +46,28 @@ class Found:
     origin: str | None
 
     def is_exact(self, build: str, producer: str) -> bool:
-        """Whether a program of that build and producer computes the very bits of this state.
+        """Return True if a program of this build and producer computes the very bits of this state.
 
-        However many threads it has: where a producer names them, they change no bit (tests/engine/test_company.py).
+        The number of threads is ignored. If a producer names it, it changes no bit (tests/engine/test_company.py).
         """
         return self.build == build and _THREADS.sub("", self.producer) == _THREADS.sub("", producer)
 
 
 @dataclass(frozen=True, eq=False)
 class NewCheckpoint:
-    """A state that is to be stored.
-
-    ids: those that were fed, as many as `state.position`. state: with the KV rows since the parent's position, or
-    whole if there is no parent. parent: the stored checkpoint it grew from, or one that is still on its way to the
-    store. origin: the imported session it grew from, if any; it is the parent's. turn: the turn it belongs to; None
-    for all turns of the commit. owner: whose it is, as the session that it is made for.
-    """
+    """A state that is to be stored."""
 
     kind: CheckpointKind
-    ids: Line
-    state: State
-    parent: int | NewCheckpoint | None = None
-    origin: str | None = None
-    turn: str | None = None
-    owner: str = ""
+    ids: Line  # that were fed, `state.position` of them
+    state: State  # with the KV rows since the parent's position, or whole if there is no parent
+    parent: int | NewCheckpoint | None = None  # the checkpoint it grew from; it may still be on its way to the store
+    origin: str | None = None  # the imported session that the parent grew from, if any
+    turn: str | None = None  # the turn it belongs to; None: all turns of the commit
+    owner: str = ""  # of the session that it is made for
 
 
 def prefix_keys(layout: str, lineage: str, line: Line, positions: Sequence[int]) -> list[bytes]:
-    """H(layout, lineage, first p ids) for each p of the ascending `positions`, as far as Line.hashes has them."""
+    """Hash (layout, lineage, first p ids) for each p of the ascending `positions`, as far as Line.hashes has them."""
     scope = json.dumps([layout, lineage]).encode()
     return [
         hashlib.blake2b(scope + hashed, digest_size=32, person=b"ssmd.prefix.2").digest()
@@ -88,9 +82,7 @@ Name = tuple[bytes, str, str]  # of a checkpoint: key, build, origin
 
 
 def digest(name: Name, position: int, segments: Sequence[Digested], pieces: Sequence[Digested]) -> bytes:
-    """What a checkpoint is made of, and whose: sha256 over its name, its position and (first, last, checksum) of all
-    segments and pieces.
-    """
+    """Hash a checkpoint: sha256 over its name, position, and (first, last, checksum) of its segments and pieces."""
     running = hashlib.sha256(f"ssmd checkpoint 1 {position}\n".encode())
     for kind, parts in (("rows", segments), ("recurrent", pieces)):
         for first, last, checksum in parts:
@@ -99,5 +91,5 @@ def digest(name: Name, position: int, segments: Sequence[Digested], pieces: Sequ
 
 
 def bound(parts: bytes, name: Name) -> bytes:
-    """Tie parts to the name that they are found by: under another one they are the state of other ids."""
+    """Tie parts to the name under which they are stored: under another name they would be the state of other ids."""
     return hashlib.sha256(b"ssmd checkpoint 2 %b %b" % (parts, repr(tuple(name)).encode())).digest()

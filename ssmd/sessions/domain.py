@@ -13,7 +13,7 @@ class Domain:
     sees: tuple[str, ...] | None = None  # owners whose rows it sees; None: all
 
     def has(self, owner: object) -> bool:
-        """Return whether rows of this owner are seen."""
+        """Return True if rows of this owner are visible."""
         return self.sees is None or owner in self.sees
 
 

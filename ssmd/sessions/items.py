@@ -1,6 +1,6 @@
-"""What was said as it is stored and exported: a list of items, named as OpenAI's Responses name them.
+"""Messages as they are stored and exported: a list of items, named as in OpenAI's Responses.
 
-A message is an item, the calls of an assistant's message are one each right after it, and so is the result of a call.
+A message is an item. Each call of an assistant's message is an item right after it. A call's result is an item too.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ Item = dict[str, Any]
 
 
 def items_of(turn_id: str, messages: Sequence[Message]) -> tuple[list[Item], list[Item]]:
-    """A turn's messages as items: those of its input, and those of its answer, which is the last message. Each has an
-    id of its own, which follows from its place.
+    """Convert a turn's messages to items: (input, answer). The answer is the last message.
+
+    Each item gets an id, which follows from the turn's id and its place.
     """
     said = [list(_items(m)) for m in messages]
     items = [{"id": _id(turn_id, i), **item} for i, item in enumerate(item for one in said for item in one)]
@@ -26,9 +27,9 @@ def items_of(turn_id: str, messages: Sequence[Message]) -> tuple[list[Item], lis
 
 
 def messages_of(items: Iterable[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """The messages that items say. Raises ValueError, TypeError or KeyError if they are none."""
+    """Convert items to messages. Raises ValueError, TypeError or KeyError if they are invalid."""
     messages: list[Message] = []
-    calls: dict[int, list[ToolCall]] = {}  # of which message
+    calls: dict[int, list[ToolCall]] = {}  # by index of their message
     for item in items:
         kind = item.get("type", "message")
         if kind == "function_call_output":
@@ -36,7 +37,7 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> tuple[Message, ...]:
             messages.append(Message.from_json(said | {"name": item.get("name")}))
         elif kind == "function_call":
             if not messages or messages[-1].role != "assistant":
-                raise ValueError("a function call follows no assistant's message")
+                raise ValueError("a function call does not follow an assistant's message")
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = ToolCall.from_json({"id": item["call_id"], "function": function})
             calls.setdefault(len(messages) - 1, []).append(call)

@@ -24,7 +24,7 @@ _ANCHOR_BITS = 4
 
 
 def as_ids(ids: Sequence[int] | NDArray[Any]) -> Ids:
-    """Convert token ids to little-endian int32. Raises ValueError on one that no vocabulary can hold."""
+    """Convert token ids to little-endian int32. Raises ValueError on an id that no vocabulary can have."""
     wide = np.asarray(ids, dtype=np.int64)
     if wide.ndim != 1 or (wide.size and (wide.min() < 0 or wide.max() > 0x7FFFFFFF)):
         raise ValueError("token ids must be a flat list of numbers from 0 to 2147483647")
@@ -34,9 +34,9 @@ def as_ids(ids: Sequence[int] | NDArray[Any]) -> Ids:
 def anchor(position: int) -> int:
     """Round a position down to its four leading bits.
 
-    Stored beside each checkpoint is the key of its ids up to here. Some 8 anchors for every doubling of the length
-    are enough to ask the database for the checkpoints that share nearly all of their ids with a prompt, however many
-    others there are.
+    Each checkpoint is stored with the key of its ids up to this position. There are some 8 anchors for every doubling
+    of the length. They are enough to find the checkpoints that share nearly all of their ids with a prompt, however
+    many others there are.
     """
     shift = max(0, position.bit_length() - _ANCHOR_BITS)
     return position >> shift << shift
@@ -72,7 +72,7 @@ class Line:
 
     @staticmethod
     def of(ids: Sequence[int] | NDArray[Any]) -> Line:
-        """Make a line with all its ids at hand. Raises ValueError on one that no vocabulary can hold."""
+        """Make a line with all its ids at hand. Raises ValueError on an id that no vocabulary can have."""
         return Line(as_ids(ids))
 
     def __len__(self) -> int:

@@ -1,15 +1,15 @@
-"""Which stored turn a request continues, as far as messages tell. Pure functions.
+"""Comparison of a request's messages with stored turns: which turn does it continue? Pure functions.
 
-A turn is continued by a request whose first messages are the turn's whole conversation, from the root to its answer,
-each the `same_as` the stored one. The deepest such turn wins, then a session that began here over an imported one,
-which may be a forged copy, then the session used last, then that session's head, then the turn written last.
-A final assistant message is one to be continued: it is input and matches no answer.
-Of tool calls names and arguments count, not ids: those only tell which call a result is of, by its place.
-Without a session id nothing but an echoed answer joins a request to a session: a system prompt or examples that two
-conversations have in common do not.
+A request continues a turn if its first messages are the turn's whole conversation, from the root to its answer. Each
+message must be `same_as` the stored one. The deepest such turn wins. Among equals the order is: a session that began
+here over an imported one, which may be forged; the session used last; its head; the turn written last.
+A final assistant message is to be continued: it is input and matches no answer.
+Of tool calls, names and arguments are compared, not ids. Ids only say which call a result belongs to, by its place.
+Without a session id only an echoed answer joins a request to a session. A shared system prompt or shared examples do
+not.
 
-A conversation is looked up by its chain, a hash that is carried on from answer to answer: what a request adds to the
-turn that it continues is all that has to be hashed to store the next one.
+A conversation is looked up by its chain, a hash that is carried on from answer to answer. To store the next turn, only
+the messages that the request adds have to be hashed.
 """
 
 from __future__ import annotations
@@ -25,31 +25,25 @@ _ROLES = {role: role.encode() for role in ROLES}
 
 @dataclass(frozen=True)
 class Match:
-    """What a request continues, and how.
+    """The result of matching a request."""
 
-    session: whose it is, None if a new one is to be opened. parent: the turn it continues, None for a branch at the
-    root. messages: the whole conversation to render, stored messages in place of echoed ones; but reasoning that the
-    echo leaves out is left out. new: those since the parent's answer; they are the tail of `messages`.
-    """
-
-    session: str | None
-    parent: str | None
-    messages: tuple[Message, ...]
-    new: tuple[Message, ...]
+    session: str | None  # the session it continues; None: a new one is to be opened
+    parent: str | None  # the turn it continues; None: a branch at the root
+    messages: tuple[Message, ...]  # all to render: stored ones in place of echoes, without reasoning that an echo lacks
+    new: tuple[Message, ...]  # those since the parent's answer, the tail of `messages`
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Two hashes of a conversation. said: under which all echoes of it are found, as they may leave reasoning out.
-    whole: that of its echoes which leave nothing out. Both are 32 bytes, carried on at each answer.
-    """
+    """Two hashes of a conversation, 32 bytes each, carried on at each answer."""
 
-    said: bytes = bytes(32)
-    whole: bytes = bytes(32)
+    said: bytes = bytes(32)  # finds all echoes of it; they may leave reasoning out
+    whole: bytes = bytes(32)  # of echoes that leave nothing out
 
     def then(self, messages: Iterable[Message], calls: Sequence[ToolCall] = ()) -> Chain:
-        """The chain of a conversation that goes on with these, the last of which is an answer. calls: those of the
-        answer before them, whose results some may be.
+        """Return the chain of the conversation with these messages added, the last of which is an answer.
+
+        calls: calls of the answer before them. Some of these messages may be their results.
         """
         *_, last = ((self, 0), *_answers(messages, self, calls))
         return last[0]
@@ -57,23 +51,20 @@ class Chain:
 
 @dataclass(frozen=True)
 class Echo:
-    """The beginnings of a request that may be stored conversations: those that end in an answer and leave something.
+    """The beginnings of a request that may be stored conversations: each ends in an answer, and messages follow it."""
 
-    lengths: of each, in messages, ascending. chains: of each.
-    """
-
-    lengths: Sequence[int]
-    chains: Sequence[Chain]
+    lengths: Sequence[int]  # of each beginning, in messages, ascending
+    chains: Sequence[Chain]  # of each beginning
 
     @staticmethod
     def of(messages: Sequence[Message]) -> Echo:
-        """All that may be stored of a request's messages."""
+        """List the beginnings of a request's messages that may be stored."""
         found = list(_answers(messages[:-1], Chain()))
         return Echo([length for _, length in found], [chain for chain, _ in found])
 
 
 def _answers(messages: Iterable[Message], chain: Chain, calls: Sequence[ToolCall] = ()) -> Iterator[tuple[Chain, int]]:
-    """The chain after each answer, and how many messages it is of."""
+    """Yield the chain after each answer, and the number of messages up to it."""
     said, whole = chain.said, chain.whole
     parts: list[bytes] = []
     full: list[bytes] | None = None if said == whole else []  # differs from `parts` from the first reasoning on
@@ -106,7 +97,7 @@ def _answers(messages: Iterable[Message], chain: Chain, calls: Sequence[ToolCall
 
 
 def _part(role: Role, text: str, name: str | None) -> bytes:
-    """A message in bytes that no other one has, nor two one after the other: lengths come first."""
+    """Encode a message. Lengths come first, so that no other message or pair of messages has the same bytes."""
     raw = text.encode("utf-8", "surrogatepass")
     if name is None:
         return b"%b 0 %d\n%b" % (_ROLES[role], len(raw), raw)
@@ -115,13 +106,13 @@ def _part(role: Role, text: str, name: str | None) -> bytes:
 
 
 def _called(call: ToolCall) -> bytes:
-    """A call in bytes, which follow those of its message. No role begins so."""
+    """Encode a call. It follows the bytes of its message, and no role begins like it."""
     name, arguments = (text.encode("utf-8", "surrogatepass") for text in call.said)
     return b"call %d %d\n%b%b" % (len(name), len(arguments), name, arguments)
 
 
 def _result_of(call: str, calls: Sequence[ToolCall]) -> bytes:
-    """Which of the last answer's calls a message is the result of, in bytes; by its id if that is of none of them."""
+    """Encode which call of the last answer a message is the result of: by its place, or by its id if not there."""
     place = _place(call, calls)
     if place is not None:
         return b"of %d\n" % place
@@ -138,7 +129,7 @@ def _digest(before: bytes, parts: list[bytes]) -> bytes:
 
 
 def continues(messages: Sequence[Message], stored: Sequence[Message]) -> bool:
-    """Whether a request echoes a whole stored conversation, its answer last, and adds something to it."""
+    """Return True if a request echoes a whole stored conversation, which ends in an answer, and adds messages to it."""
     n = len(stored)
     if n >= len(messages) or not all(s.same_as(m) for s, m in zip(stored, messages[:n], strict=True)):
         return False
@@ -146,7 +137,7 @@ def continues(messages: Sequence[Message], stored: Sequence[Message]) -> bool:
 
 
 def _results(messages: Sequence[Message]) -> list[bytes]:
-    """Whose results there are, in order."""
+    """List the encoded references of all results to their calls, in order."""
     found: list[bytes] = []
     calls: Sequence[ToolCall] = ()
     for m in messages:
@@ -157,7 +148,7 @@ def _results(messages: Sequence[Message]) -> list[bytes]:
 
 
 def known(stored: Sequence[Message], echoes: Sequence[Message]) -> tuple[Message, ...]:
-    """Stored messages in place of their echoes, but without reasoning where those leave it out."""
+    """Return stored messages in place of their echoes, without reasoning if the echo leaves it out."""
     return tuple(_known(s, m) for s, m in zip(stored, echoes, strict=True))
 
 
@@ -168,8 +159,9 @@ def _known(stored: Message, echo: Message) -> Message:
 
 
 def with_ids_of(answer: Message, messages: Sequence[Message], length: int) -> tuple[Message, ...]:
-    """A request's messages with the ids that the calls of a stored answer have, which ends what the first `length` of
-    them echo: in the echo of that answer, and in the results that follow it.
+    """Return a request's messages with the call ids of a stored answer, in the answer's echo and in its results.
+
+    length: number of messages that echo the stored conversation; the last of them echoes `answer`.
     """
     echo = messages[length - 1] if length else None
     ids = [c.id for c in answer.tool_calls]

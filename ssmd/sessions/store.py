@@ -30,7 +30,7 @@ from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn
 from ssmd.text.messages import Message
 
-_ASK_EACH = 20  # instructions of SQLite: to insert one row takes some 30, so that each large one is stopped at
+_ASK_EACH = 20  # SQLite instructions between two calls of `stop`; to insert a row takes some 30, so each row has one
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Committed:
 
     checkpoints: tuple[Placed, ...]  # in the order they were given
     full: DiskFull | None = None  # why only the text was written
-    ends: bool = False  # whether the state at the end of each turn is stored
+    ends: bool = False  # True if the state at the end of each turn is stored
 
     @property
     def nbytes(self) -> int:
@@ -47,24 +47,24 @@ class Committed:
 
 
 class Patience:
-    """The patience of a caller with a write; this one waits as long as it takes. Called on the thread that writes."""
+    """A caller's patience with a write. This one waits as long as it takes. Called on the thread that writes."""
 
     def begin(self) -> None:
-        """Begin an attempt; the one before failed. A StoreError that it raises ends the write."""
+        """Begin an attempt, the first one or after a failure. A StoreError that it raises ends the write."""
 
     def stop(self) -> bool:
-        """Return whether to give up the states that are being written. Asked from the first statement on, often."""
+        """Return True to give up the states that are being written. Called often, from the first statement on."""
         return False
 
     def sure(self) -> None:
-        """Note that all is written, and becomes durable next. A StoreError that it raises takes everything back."""
+        """Note that all is written, and becomes durable next. A StoreError that it raises rolls everything back."""
 
 
 PATIENT = Patience()
 
 
 class Store:
-    """All methods raise StoreError, which says what to do; whatever was not finished has then left no trace."""
+    """The session store. All methods raise StoreError, which says what to do; an unfinished write leaves no trace."""
 
     def __init__(self, engine: Engine, file: Path, quota: int | None = None) -> None:
         self._engine = engine
@@ -77,13 +77,13 @@ class Store:
     def open(data_dir: Path, *, busy_ms: int = 2000, quota: int | None = None) -> Store:
         """Open the store in `data_dir`; create (0700, 0600) or migrate it as needed.
 
-        busy_ms: how long to wait for another process that writes. quota: no commit leaves more bytes of checkpoints
-        than these. A database of a newer version is refused untouched.
+        busy_ms: longest wait for another process that writes. quota: bytes of checkpoints that a commit may leave at
+        most. A database of a newer version is refused and left as it is.
         """
         return Store(*opening.open_store(data_dir, busy_ms=busy_ms), quota)
 
     def of(self, domain: Domain) -> Store:
-        """Return the store as a trust domain sees it. Other sessions are not there; new ones are the domain's."""
+        """Return the store as a trust domain sees it. It hides other sessions; new sessions are the domain's."""
         scoped = copy.copy(self)
         scoped.domain = domain
         return scoped
@@ -145,7 +145,7 @@ class Store:
                 placed = write(checkpoints)
             except DiskFull as err:
                 full = err
-        if full is not None:  # the words are little
+        if full is not None:  # the text is small
             there = [c for c in checkpoints if not c.has_data]
             done = iter(self.room.for_words(lambda: write(there)))
             refused = Placed(None, why_not="the disk is full")
@@ -202,7 +202,7 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             loose = set(checkpoint_rows.unlinked(connection, unused_s)) - set(keep)
             checkpoint_rows.sweep(connection, loose)
-            if loose:  # states tell what was said
+            if loose:  # states reveal the text
                 erasure.owe(connection)
         return len(loose)
 
@@ -252,7 +252,7 @@ class Store:
             )
 
     def taken(self, session_id: str, turn_ids: Sequence[str] = ()) -> bool:
-        """Return whether one of these ids is in use. Checkpoints may outlive the session they came from."""
+        """Return True if one of these ids is in use. Checkpoints may outlive the session they came from."""
         with self.reading() as connection:
             return turn_rows.taken(connection, session_id, turn_ids)
 
@@ -260,7 +260,7 @@ class Store:
     def parts(self, checkpoint_id: int, spec: StateSpec) -> Iterator[tuple[int, Iterator[Part]]]:
         """Open (position, parts) of a checkpoint's state, for Program.fill.
 
-        Only when all parts were read without a StoreError is it sure that they belong together.
+        The parts belong together only if all of them were read without a StoreError.
         """
         with self.reading() as connection:
             position, parts = read_parts(connection, checkpoint_id, spec)
@@ -300,7 +300,7 @@ class Store:
         return session_rows.read_session(connection, session_id, self.domain)
 
     def pin(self, session_id: str, pinned: bool = True) -> Session:
-        """Exempt a session from retention, or no longer; of a fork also what it began with. Raises UnknownSession."""
+        """Exempt a session from retention, or end that; of a fork also its shared beginning. Raises UnknownSession."""
         with database.writing(self._engine, self.file) as connection:
             session_rows.pin_session(connection, session_id, self.domain, pinned)
             return self.session_in(connection, session_id)
@@ -372,7 +372,7 @@ class Store:
         try:
             with database.writing(self._engine, self.file) as connection:
                 session_rows.remove_session(connection, session_id, self.domain)
-        except DiskFull:  # in parts then, as what goes is written to the log first
+        except DiskFull:  # then in parts, because a removal is written to the log first
             while self.room.removing(lambda connection: retention.empty(connection, session_id)):
                 pass
             self.room.removing(lambda connection: session_rows.remove_session(connection, session_id, self.domain))
@@ -380,10 +380,10 @@ class Store:
         self.room.restock()
 
     def settle(self) -> bool:
-        """Do deferred work. Return whether sessions are left to be counted.
+        """Do deferred work. Return True if sessions are left to be counted.
 
-        It moves commits from the log into the file, counts the sizes of sessions that sharing changed, and erases for
-        good what was removed if that was not possible at once.
+        It moves commits from the log into the file, and counts the sizes of sessions that sharing changed. It also
+        erases removed data for good if that was not possible at once.
         """
         return commits.settle(self._engine, self.file, self.room)
 
@@ -404,7 +404,7 @@ class Store:
 
 @contextmanager
 def _stoppable(connection: Connection, patience: Patience) -> Iterator[None]:
-    """Ask, while statements run inside, whether to stop. A stopped one fails, and its transaction is rolled back."""
+    """Let `patience` interrupt statements inside. An interrupted one fails, and its transaction is rolled back."""
     raw: Any = connection.connection.dbapi_connection
     if patience is not PATIENT:
         raw.set_progress_handler(patience.stop, _ASK_EACH)

@@ -18,7 +18,7 @@ _BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol that are drawn
 
 
 class StoreError(Exception):
-    """The store could not do what was asked; it is whole and nothing was changed. The message says what to do."""
+    """An operation that the store could not do. Nothing was changed. The message says what to do."""
 
     reason = "error"  # a code for metrics and /health
 
@@ -28,11 +28,11 @@ class Removed(StoreError):
 
 
 class UnknownSession(StoreError):
-    """No session, or no turn, has that id."""
+    """An id that no session or turn has."""
 
 
 class UnknownTurn(UnknownSession):
-    """The session has no turn of that id."""
+    """A turn id that the session does not have."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Settled:
-    """The place where the last message of a rendering begins. The text before it stays, whatever is said after it."""
+    """The place where the last message of a rendering begins. The text before it stays as later messages come."""
 
     messages: int  # shown before it
     characters: int  # of text before it
@@ -137,16 +137,16 @@ def system_prompt(messages: Sequence[Message]) -> int:
 
 
 def title_problem(title: str) -> str:
-    """Return why a text cannot be a session's title, to follow the word; "" if it can."""
+    """Return why a text cannot be a session's title, to follow the word "title"; "" if it can."""
     if len(title) > MAX_TITLE or not any(unicodedata.category(c)[0] not in "CMZ" and c not in _BLANK for c in title):
-        return f"has 1 to {MAX_TITLE} characters, of which one can be seen"
+        return f"must have 1 to {MAX_TITLE} characters, at least one of them visible"
     if any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in title):
-        return "has no control characters and no ends of lines"
+        return "must not have control characters or line breaks"
     return ""
 
 
 def check_id(kind: str, value: str) -> str:
-    """Return the id. Raises StoreError unless it is one that cannot be mistaken for a path or a command."""
+    """Return the id. Raises StoreError if it could be mistaken for a path or a command."""
     if not isinstance(value, str) or not ID_PATTERN.fullmatch(value):
-        raise StoreError(f"{kind} id {value!r} is not allowed: 1 to 64 letters, digits, _ or - are")
+        raise StoreError(f"{kind} id {value!r} is not allowed: an id has 1 to 64 letters, digits, _ or -")
     return value

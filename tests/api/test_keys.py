@@ -60,7 +60,7 @@ def test_names_keys_and_what_they_may(tmp_path: Path) -> None:
         ("alice short12\n", "a key is 8"),
         ("alice schlüsselwort\n", "a key is 8"),
         (f"alice {'x' * 513}\n", "a key is 8"),
-        (f"alice {ALICE}\nbob {ALICE}\n", "line 2 .*stands above"),
+        (f"alice {ALICE}\nbob {ALICE}\n", "line 2 .*same key"),
         ("".join(f"n{i} a-long-key-{i}\n" for i in range(MAX_KEYS + 1)), f"holds {MAX_KEYS + 1} keys"),
         ("#" * (MAX_FILE_BYTES + 1), "larger than"),
     ],
@@ -73,13 +73,17 @@ def test_what_is_no_file_of_keys(text: str, said: str, tmp_path: Path) -> None:
 
 def test_what_is_no_file_at_all(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    for file, said in ((tmp_path / "none", "No such file"), (tmp_path, "directory|no file"), (tmp_path / "pipe", "no")):
+    for file, said in (
+        (tmp_path / "none", "No such file"),
+        (tmp_path, "directory|not a file"),
+        (tmp_path / "pipe", "no"),
+    ):
         with pytest.raises(SettingsError, match=said):
             read_keys(file)
     file = tmp_path / "bytes"
     file.write_bytes(b"alice \xff\xfe\n")
     file.chmod(0o600)
-    with pytest.raises(SettingsError, match="no text"):
+    with pytest.raises(SettingsError, match="not text"):
         read_keys(file)
 
 
@@ -216,7 +220,7 @@ def test_a_daemon_takes_up_other_keys_when_it_is_told(artifacts: TinyArtifacts, 
         written(file, "alice\n")
         process.send_signal(signal.SIGHUP)
         assert process.stderr is not None
-        while "stay as they are" not in (line := process.stderr.readline()):
+        while "are unchanged" not in (line := process.stderr.readline()):
             assert line
         assert "ERROR" in line
         assert (models(ALICE).status, models(OLD).status) == (200, 401)

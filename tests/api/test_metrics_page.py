@@ -111,7 +111,7 @@ def test_the_parts_of_ttft_are_explained(shown: tuple[dict[str, Any], str]) -> N
     assert parts == ["load_ms", "plan_ms", "queue_ms", "restore_ms", "prefill_ms", "shared_ms"]
     last = shown[0]["last"]
     assert sum(last[part] for part in parts) == pytest.approx(last["ttft_ms"], abs=0.01)
-    usage = HTTP[HTTP.index("### Usage") : HTTP.index("### The context's end")]
+    usage = HTTP.split("\n### Usage\n")[1].split("\n### ")[0]
     assert all(f"`{part}`" in usage and f'"{part}"' in usage for part in parts)
 
 

@@ -34,7 +34,7 @@ RELATIVE = 1e-5
 TOKENS = 150
 CONTEXT = 256
 BUCKETS = (1, 16, 64, 128)
-PARITY = Path(__file__).parents[2] / "docs" / "parity.md"
+PARITY = Path(__file__).parents[2] / "docs" / "notes" / "parity.md"
 
 
 def random_split(seed: int) -> list[tuple[int, int]]:

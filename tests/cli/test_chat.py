@@ -56,7 +56,7 @@ def test_one_answer_is_the_daemons(home: Home) -> None:
     assert re.fullmatch(r"using the daemon at http://127\.0\.0\.1:\d+\n", told)
     assert home.said() == [("user", "Tell me a story"), ("assistant", said[:-1])]
     alone, told = home.ssmd(*asked, "--threads", "1")
-    assert "left alone: --threads is for whoever loads the model; the model is loaded here" in told
+    assert "not used: --threads applies only where the model is loaded; the model is loaded here" in told
     assert alone == said
     assert len({s.id for s in home.sessions()} - before) == 2  # both kept, in one store
     assert home.ssmd("run", "llama", *asked[3:], given="Tell me a story")[0] == said
@@ -323,7 +323,7 @@ def test_every_command(home: Home) -> None:
         chat.line("/session")
         chat.until("a new one: nothing is kept yet")
         chat.line("/fork")
-        chat.until("error: nothing is kept of this chat yet")
+        chat.until("error: this chat is not stored yet")
         chat.line("/regen")
         chat.until("error: nothing was asked yet")
         chat.line("One")
@@ -423,7 +423,7 @@ def test_an_answer_that_was_cut_goes_on(home: Home) -> None:
         chat.line("/more")
         chat.until("error: there is no answer yet")
         chat.line("Count")
-        chat.until(r"\(cut at its longest; /more goes on with it\)\r\n")
+        chat.until(r"\(cut at its limit; /more continues it\)\r\n")
         chat.until(STORED)
         cut = home.said()[-1][1]
         chat.line("/more")
@@ -460,7 +460,7 @@ def test_the_end_of_the_context_is_no_wall(home: Home) -> None:
         chat.type(CTRL_D)
         chat.end()
     assert len(home.asked()) == 24
-    full = [n for n, text in enumerate(told) if "of 512 tokens are left; then the oldest messages go)" in text]
+    full = [n for n, text in enumerate(told) if "of 512 tokens are left; then old messages drop out)" in text]
     cut = [n for n, text in enumerate(told) if re.search(r"the oldest \d+ messages: .* reads on from '\d+: and", text)]
     assert len(cut) > 1
     assert full[0] < cut[0]
@@ -629,7 +629,7 @@ def test_a_daemon_that_cannot_be_found_is_told_of(models: Path, tmp_path: Path) 
         file = home.data / "daemon.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "pid": 1}))
         told = home.ssmd("run", "llama", "Hello", "--max-tokens", "2")[1]
-    state = "does not answer yet (it starts, stops or repairs)"
+    state = "does not answer yet (starting, stopping or repairing)"
     assert told.startswith(f"process {process.pid} uses {home.data} and {state}; the model is loaded here")
 
 

@@ -90,7 +90,7 @@ def test_a_broken_settings_file_is_a_finding(home: Path, tmp_path: Path) -> None
     assert (done.returncode, done.stderr) == (1, "")
     first, then = done.stdout.splitlines()[:2]
     assert first.endswith("cannot start here: its settings are refused")
-    assert then == "next: mend the settings, as said below"
+    assert then == "next: correct the settings, as described below"
     assert f"  no  settings: settings file {file} is not TOML" in done.stdout
     assert "  ok  model tiny" in done.stdout, "SSMD_DATA_DIR counts all the same"
     found = report(home, before=LITERT, code=1, SSMD_PROT="1", SSMD_QUOTA="much")
@@ -156,7 +156,7 @@ def test_a_daemon_that_runs(home: Path, tmp_path: Path) -> None:
     try:
         found = report(home, *models, before=LITERT)
         assert found["daemon"]["pid"] == os.getpid()
-        assert "does not say where" in found["daemon"]["problem"]
+        assert "does not announce an address" in found["daemon"]["problem"]
         announce(tmp_path, Address("http://127.0.0.1:7763", None, os.getpid(), "9.9", 1.0, "t" * 43))
         found = report(home, *models, before=LITERT)
         assert (found["daemon"]["url"], found["daemon"]["version"]) == ("http://127.0.0.1:7763", "9.9")

@@ -66,7 +66,7 @@ def test_what_it_does_not_say_is_a_line(daemon: Daemon, answer: Any) -> None:
     for command in (["stop", "m"], ["run", "m", "x"], ["run", "m", "x", "-c"], ["run", "m", "x", "--session", "s"]):
         done = commands.ssmd(*command, env=daemon.env)
         assert done.returncode == 1, command
-        assert done.stderr.splitlines()[-1].endswith(" does not speak as a daemon of ssmd does"), (command, done.stderr)
+        assert done.stderr.splitlines()[-1].endswith(" does not answer like a daemon of ssmd"), (command, done.stderr)
         assert "Traceback" not in done.stderr
 
 

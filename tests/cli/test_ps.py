@@ -1,4 +1,4 @@
-"""`ssmd ps`: what it makes of the daemon's numbers, as docs/http.md has them.
+"""`ssmd ps`: what it makes of the daemon's numbers, as docs/metrics.md has them.
 
 A server of a few lines stands in for the daemon, as no daemon is in all these states at once. That one is found and
 asked as it is, is tested in tests/daemon_client/test_running.py.

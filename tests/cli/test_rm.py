@@ -132,7 +132,7 @@ def test_what_is_no_artifact_stays(models: Path, tmp_path: Path) -> None:
     (models / "two" / "notes" / "mine.txt").write_text("mine")
     (models / "two" / "readme").write_text("mine")
     (models / "photos" / "2026").mkdir(parents=True)
-    assert "is no artifact, and is left alone" in ssmd(tmp_path, "rm", "-y", "photos").stderr
+    assert "is not an artifact, and is not removed" in ssmd(tmp_path, "rm", "-y", "photos").stderr
     assert ssmd(tmp_path, "rm", "-y", "two").returncode == 0
     assert everything(models / "two") == ["notes", "notes/mine.txt", "readme"]
     assert (models / "photos" / "2026").is_dir()

@@ -114,7 +114,7 @@ def test_from_install_to_uninstall(machine: Machine) -> None:
     (machine.folder / "home" / "random.py").write_text("raise SystemExit('this is none of ours')")
     assert "is installed and runs; it starts when you log in" in machine.ssmd("service", "install")
     assert machine.serves(machine.pid)
-    assert "was installed as it is" in machine.ssmd("service", "install")
+    assert "was installed already" in machine.ssmd("service", "install")
     soon(lambda: "process" in machine.ssmd("service", "status"), START_S)
     first = machine.pid
     soon(lambda: machine.serves(first), START_S)
@@ -137,7 +137,7 @@ def test_from_install_to_uninstall(machine: Machine) -> None:
     machine.ssmd("service", "stop")
     assert machine.pid == 0
     assert "removed" in machine.ssmd("service", "uninstall")
-    assert "no such service" in machine.ssmd("service", "uninstall")
+    assert "the service was not installed" in machine.ssmd("service", "uninstall")
     assert Path(machine.folder, "data", "daemon.log").exists()
 
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_a_service(machine: Machine) -> None:
             soon(lambda: machine.serves(daemon.pid), START_S)
             said = machine.ssmd("service", "install", fails=1)
             assert f"process {daemon.pid}" in said
-            assert "end it first: ssmd stop" in said
+            assert "stop it first: ssmd stop" in said
         finally:
             daemon.terminate()
 

@@ -71,7 +71,7 @@ def test_a_long_list_is_cut(ssmd: Ssmd) -> None:
     assert len(whole) == 102
     ran = ssmd("list")
     assert [line.split()[0] for line in ran.stdout.splitlines()[1:]] == whole[:100]
-    assert ran.stderr == "those are the 100 used last; --all lists the others too\n"
+    assert ran.stderr == "these are the 100 used last; --all lists the others too\n"
     ran = ssmd("list", "--all")
     assert len(ran.stdout.splitlines()) == 103
     assert ran.stderr == ""
@@ -187,8 +187,8 @@ def test_rename(ssmd: Ssmd, chat: Chat) -> None:
     assert ssmd("rename", "ses_1", "About markup").stdout == "About markup\n"
     assert ssmd.json("list")[0]["title"] == "About markup"
     assert ssmd.json("rename", "ses_1")["title"] == "What is [red]markup[/red]?"
-    assert "a title has 1 to 200 characters" in ssmd("rename", "ses_1", "", code=1).stderr
-    assert "no control characters" in ssmd("rename", "ses_1", "\x1b[31m", code=1).stderr
+    assert "a title must have 1 to 200 characters" in ssmd("rename", "ses_1", "", code=1).stderr
+    assert "must not have control characters" in ssmd("rename", "ses_1", "\x1b[31m", code=1).stderr
     assert "no session 'nobody'" in ssmd("rename", "nobody", "x", code=1).stderr
 
 
@@ -220,11 +220,11 @@ def test_collect(ssmd: Ssmd, chat: Chat) -> None:
     assert (told["dry_run"], told["over"], told["quota"]) == (True, 0, 2000)
     assert told["bytes"] == sum(s["bytes"] for s in told["sessions"]) == before - told["left"] > 0
     assert chat.store.bytes_stored() == before
-    assert "would go" in ssmd("gc", "--quota", "2kB", "--dry-run").stdout
+    assert "would be removed" in ssmd("gc", "--quota", "2kB", "--dry-run").stdout
     done = ssmd.json("gc", "--quota", "2kB")
     assert done == told | {"dry_run": False}
     assert chat.store.bytes_stored() == done["left"] <= 2000
-    assert "0 states of 0 sessions went" in ssmd("gc").stdout
+    assert "0 states of 0 sessions were removed" in ssmd("gc").stdout
     Chat(chat.store, "ses_3").say("x1", None, "again", "yes")
     ssmd("pin", "ses_3")
     assert "pinned sessions alone exceed" in ssmd("gc", "--quota", "0", code=1).stderr
@@ -258,7 +258,7 @@ def test_check(ssmd: Ssmd, chat: Chat) -> None:
         (("show", "../../etc/passwd"), 1, "no session"),
         (("export", "nobody", "x.ssmd"), 1, "no session 'nobody'"),
         (("import", "nothing.ssmd"), 1, "there is no file"),
-        (("import", "data"), 1, "is no file"),
+        (("import", "data"), 1, "is not a file"),
         (("rm",), 2, "Missing argument"),
         (("show",), 2, "Missing argument"),
         (("fly",), 2, "No such command"),

@@ -132,7 +132,7 @@ def test_a_history_that_cannot_be_written_any_more(home: Home) -> None:
         file.mkdir()
         chat.line("Two")
         said = chat.until(STORED)
-        assert said.count(f"note: what is typed is not kept for later chats: {file}: Is a directory\n") == 1
+        assert said.count(f"note: messages are not kept for later chats: {file}: Is a directory\n") == 1
         chat.type(UP)
         chat.until("Two")
         chat.line("!")
@@ -185,7 +185,7 @@ def test_what_is_no_history(tmp_path: Path, what: str) -> None:
         os.chown(file, 12345, 12345)
     one = Kept(file)
     one.store_string("a secret")
-    assert one.problem.startswith(f"what is typed is not kept for later chats: {file}: ")
+    assert one.problem.startswith(f"messages are not kept for later chats: {file}: ")
     assert plain(one.problem).count("\n") == 0
     assert not other.read_bytes()
     assert what in ("nowhere", "folder", "pipe") or not file.read_bytes()

@@ -20,7 +20,7 @@ from ssmd.runtime.verify import verify
 
 # Largest error in standard deviations: what the order of float32 sums leaves over four layers, measured 1.4e-5.
 TOLERANCE = 5e-5
-# Of states, in units of the largest value of their tensor, as in docs/parity.md: of an ssm state that may be 34
+# Of states, in units of the largest value of their tensor, as in docs/notes/parity.md: of an ssm state that may be 34
 # standard deviations. Measured up to 2.5e-6.
 STATE_TOLERANCE = 1e-5
 # softplus is right to 6e-8 (ssmd/authoring/ops.py), of a dt of 0.005 that is 1e-5. This config has such: measured

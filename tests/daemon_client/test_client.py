@@ -115,7 +115,7 @@ def test_a_stream(served: Daemon) -> None:
     assert found[-1]["choices"][0]["finish_reason"] == "length"
     with pytest.raises(DaemonError, match="there is no model"):
         next(iter(client(served.url).stream(CHAT, served.body(stream=True, model="x"))))
-    with pytest.raises(DaemonError, match="does not speak as a daemon"):
+    with pytest.raises(DaemonError, match="does not answer like a daemon"):
         list(client(served.url).stream("/v1/models"))
 
 
@@ -164,12 +164,12 @@ def test_a_stream_may_say_nothing_for_longer_than_the_timeout() -> None:
         ([], "does not answer"),
         (["HTTP/1.1 200 OK\r\ncontent-length: 90\r\n\r\n{"], "does not answer"),
         (["HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n{"], "does not answer"),
-        (["HTTP/1.1 200 OK\r\n\r\n<html>"], "does not speak"),
-        (["HTTP/1.1 200 OK\r\n\r\n", b"[" * 100_000], "does not speak"),
-        (["HTTP/1.1 404 Not Found\r\n\r\n<html>"], "does not speak"),
-        (["HTTP/1.1 404 Not Found\r\n\r\n[1]"], "does not speak"),
-        (['HTTP/1.1 500 No\r\n\r\n{"error": {"message": 1}}'], "does not speak"),
-        (['HTTP/1.1 302 Found\r\nlocation: http://203.0.113.9/\r\n\r\n{"error": "x"}'], "does not speak"),
+        (["HTTP/1.1 200 OK\r\n\r\n<html>"], "does not answer like"),
+        (["HTTP/1.1 200 OK\r\n\r\n", b"[" * 100_000], "does not answer like"),
+        (["HTTP/1.1 404 Not Found\r\n\r\n<html>"], "does not answer like"),
+        (["HTTP/1.1 404 Not Found\r\n\r\n[1]"], "does not answer like"),
+        (['HTTP/1.1 500 No\r\n\r\n{"error": {"message": 1}}'], "does not answer like"),
+        (['HTTP/1.1 302 Found\r\nlocation: http://203.0.113.9/\r\n\r\n{"error": "x"}'], "does not answer like"),
     ],
 )
 def test_what_is_no_daemon(parts: list[str | bytes], said: str) -> None:
@@ -181,8 +181,8 @@ def test_what_is_no_daemon(parts: list[str | bytes], said: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ([STREAM, "data: {\n\n"], "does not speak"),
-        ([STREAM, "data: [1]\n\n"], "does not speak"),
+        ([STREAM, "data: {\n\n"], "does not answer like"),
+        ([STREAM, "data: [1]\n\n"], "does not answer like"),
         ([STREAM, "data: {}\n\n", RESET], "went away in the middle"),
         ([STREAM, "data: " + "x" * 3000], "larger than 2000"),
     ],

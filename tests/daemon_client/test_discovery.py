@@ -128,7 +128,7 @@ def test_what_one_left_that_was_killed(tmp_path: Path) -> None:
 def test_a_field_that_no_daemon_writes(held: Path, changed: dict[str, Any]) -> None:
     forge(held, **changed)
     with pytest.raises(
-        DaemonError, match=rf"daemon.json is not believed \(.*process {os.getpid()}, and start it"
+        DaemonError, match=rf"daemon.json is not trusted \(.*process {os.getpid()}, and start it"
     ) as said:
         find(held)
     assert TOKEN not in str(said.value)
@@ -144,7 +144,7 @@ def test_fields_of_a_later_version_do_no_harm(held: Path) -> None:
 def test_a_file_that_is_none(held: Path, text: bytes) -> None:
     announce(held, HERE)
     (held / FILE).write_bytes(text)
-    with pytest.raises(DaemonError, match="is not believed"):
+    with pytest.raises(DaemonError, match="is not trusted"):
         find(held)
 
 
@@ -177,7 +177,7 @@ def test_what_belongs_to_another_user(held: Path) -> None:
         forge(held, url=None, socket=str(held / "ssmd.sock"))
         assert find(held) is not None
         os.chown(held / "ssmd.sock", 12345, 12345)
-        with pytest.raises(DaemonError, match="socket is none of this user"):
+        with pytest.raises(DaemonError, match="socket` is not a socket of this user"):
             find(held)
     os.chown(held, 12345, 12345)
     with pytest.raises(DaemonError, match="belongs to user 12345"):

@@ -162,7 +162,7 @@ def test_one_that_starts(artifact: Path, tmp_path: Path) -> None:
             for command in ("ps", "stop"):
                 said = ssmd(tmp_path, command)
                 assert said.returncode == 1
-                assert f"process {pid} uses {data} and does not answer yet (it starts, stops or" in said.stderr
+                assert f"process {pid} uses {data} and does not answer yet (starting, stopping or" in said.stderr
             assert f"(process {pid}) uses {data}: it is starting" in failing(tmp_path, str(artifact))
             go_on.touch()
             assert " serves " in process.stdout.readline()
@@ -183,7 +183,7 @@ def test_stop_of_a_model_leaves_the_daemon(artifact: Path, tmp_path: Path) -> No
         with served.connect(request({**body, "logit_bias": NO_END})) as stream:
             assert stream.recv(64).startswith(b"HTTP/1.1 200")
             busy = ssmd(tmp_path, "stop", listed["id"])
-            assert (busy.returncode, busy.stdout) == (0, "llama@litert goes as soon as it answers nobody any more\n")
+            assert (busy.returncode, busy.stdout) == (0, "llama@litert is unloaded once its requests have ended\n")
         assert served.ask("GET", "/health").status == 200
         unknown = ssmd(tmp_path, "stop", "no/such")
         assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)
@@ -256,7 +256,7 @@ def test_a_file_that_no_daemon_wrote(artifact: Path, tmp_path: Path) -> None:
         file.write_text(json.dumps(forged))
         said = ssmd(tmp_path, "stop")
         assert said.returncode == 1
-        assert "is not believed (its url is none of this computer)" in said.stderr
+        assert "is not trusted (its `url` is not an address of this computer)" in said.stderr
         file.write_text(json.dumps({**forged, "url": forged["url"].replace("203.0.113.9", "127.0.0.1")}))
         file.chmod(0o644)
         assert "by others" in ssmd(tmp_path, "ps").stderr
@@ -271,7 +271,7 @@ def test_one_of_another_user(tmp_path: Path) -> None:
     for command in ("ps", "stop", "logs"):
         said = ssmd(tmp_path, command)
         assert (said.returncode, said.stderr.count("\n")) == (1, 1)
-        assert f"{tmp_path / 'data'} belongs to user 12345, whose daemon is not yours to ask" in said.stderr
+        assert f"{tmp_path / 'data'} belongs to user 12345; only that user can use its daemon" in said.stderr
 
 
 def test_a_disk_that_takes_nothing(artifact: Path, tmp_path: Path) -> None:

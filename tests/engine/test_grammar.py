@@ -268,7 +268,7 @@ def test_where_nothing_can_be_said_that_fits_the_grammar_is_what_is_wrong() -> N
     guide = grammars("byte-level").read(of_grammar('start: "go" A\nA: /x/ & /y/\n', "guided_grammar"))
     for token in vocabularies.library("byte-level").encode("go").ids:
         guide.take(token)
-    with pytest.raises(Rejected, match="guided_grammar cannot be followed any further: nothing can be said") as caught:
+    with pytest.raises(Rejected, match="guided_grammar cannot be followed any further: no text fits it") as caught:
         guide.mask()
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "grammar_failed", "guided_grammar")
 

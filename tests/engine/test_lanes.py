@@ -32,7 +32,7 @@ EACH = 2 * 786_432 + 2048 * 2 * (512 + 1024)
 def test_no_more_than_there_is_memory_for(free: int, found: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert affordable(SPEC, 8192, 8, free) == (found, 1)
-    assert (f"memory for {found} choices at the same time, not for 8" in caplog.text) == (found < 8)
+    assert (f"memory for {found} choices at a time, not for 8" in caplog.text) == (found < 8)
 
 
 def test_a_limit_of_this_process_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

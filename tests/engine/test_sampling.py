@@ -89,7 +89,7 @@ def test_the_chi_square_test_can_fail() -> None:
         st.integers(1, 400),
         elements=st.one_of(st.floats(-30, 30, width=32), st.sampled_from([0.0, 1.0, -float("inf")])),
     ),
-    temperature=st.sampled_from([0.0, 0.1, 1.0, 3.0]),
+    temperature=st.sampled_from([0.0, 0.1, 1.0, 2.0]),
     top_p=st.sampled_from([0.0, 0.05, 0.5, 0.95, 1.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 63, 64, 65, 399]),
     min_p=st.sampled_from([0.0, 0.0, 0.01, 0.5, 1.0]),

@@ -317,7 +317,7 @@ def test_stopped_in_the_middle(hub: Mirror, tmp_path: Path, name: str) -> None:
     out, err = process.communicate(timeout=30)
     if sign is signal.SIGINT:
         assert (process.returncode, out) == (130, "")
-        assert err == "stopped; what came is kept, and the same command goes on from there\n"
+        assert err == "stopped; the fetched part is kept, and the same command continues\n"
     assert not in_place(tmp_path)
     hub.stalls.clear()
     hub.going.set()

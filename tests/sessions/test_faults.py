@@ -262,7 +262,7 @@ def test_a_link_in_the_place_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"not a database" * 100, "no database"), (b"SQLite format 3\x00" + b"\xff" * 5000, "damaged")],
+    [(b"not a database" * 100, "not a database"), (b"SQLite format 3\x00" + b"\xff" * 5000, "damaged")],
 )
 def test_a_file_that_is_no_database(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / FILE).write_bytes(content)

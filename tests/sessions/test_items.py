@@ -185,7 +185,11 @@ def test_a_file_keeps_calls_and_results(chat: Chat, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "item", "said"),
     [
-        ("items", {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"}, "follows no assistant"),
+        (
+            "items",
+            {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
+            "does not follow an assistant",
+        ),
         ("answer", {"type": "function_call_output", "call_id": "x", "output": "y"}, "t1"),
         ("items", {"type": "reasoning", "content": "x"}, "type"),
         ("items", {"type": "function_call_output", "call_id": "x", "output": 7}, "output"),

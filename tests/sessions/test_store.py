@@ -443,7 +443,7 @@ class TestCommit:
         chat.say("t0", None, "hi", "hello")
         with pytest.raises(StoreError, match="no turn 'nobody'"):
             store.commit([replace(turn, parent="nobody")], [], session=chat.info)
-        with pytest.raises(StoreError, match="contradicts what is stored"):
+        with pytest.raises(StoreError, match="contradicts stored rows"):
             store.commit([turn, turn], [], session=chat.info)
         assert [t.id for t in store.turns("s")] == ["t0"]
 

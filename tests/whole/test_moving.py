@@ -409,7 +409,7 @@ def test_a_session_that_fits_no_file(artifacts: TinyArtifacts, tmp_path: Path, m
         write(one.store, *(t.id for t in one.store.turns(path.split("/")[-2])), finish="no such end!")
         refused = one.served.ask("GET", path)
         assert (refused.status, refused.error["code"]) == (507, "storage_error")
-        assert "fits into no session file: finish" in refused.error["message"]
+        assert "does not fit into a file: finish" in refused.error["message"]
 
 
 def test_while_the_daemon_runs(artifacts: TinyArtifacts, tmp_path: Path) -> None:

@@ -173,7 +173,10 @@ def test_no_ids_and_ids_that_the_model_has_not_are_refused(
     files = {"tokenizer.json": json.dumps(tokenizer).encode()}
     files["chat_template.jinja"] = b"{% if messages[-1].content != 'nothing' %}{{ messages[-1].content }}{% endif %}"
     with running(tmp_path, str(forged(path, tmp_path / "odd", files)), foreign=foreign) as (_, served):
-        for word, said in (("nothing", "makes nothing of these messages"), ("beyond", "makes token 384 of these")):
+        for word, said in (
+            ("nothing", "renders these messages as an empty prompt"),
+            ("beyond", "makes token 384 of these"),
+        ):
             refused = ask(served, word)
             assert (refused.status, refused.error["param"]) == (400, "messages"), refused.body
             assert said in refused.error["message"]

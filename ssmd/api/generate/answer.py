@@ -29,12 +29,12 @@ class Head:
 
     @property
     def label(self) -> str:
-        """The answer's name in the log."""
+        """Return the answer's name in the log."""
         return label(self.id, self.key)
 
     @property
     def headers(self) -> dict[str, str]:
-        """ssmd's own response headers, the same in any protocol."""
+        """Return ssmd's own response headers, the same in any protocol."""
         session = {} if self.session is None else {"x-ssmd-session": self.session}
         ignored = {IGNORED: ", ".join(self.ignored)} if self.ignored else {}
         return session | ignored | ({REPLAYED: "true"} if self.replayed else {})
@@ -64,23 +64,23 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Mapping[str, Any]:
-        """The answer as one JSON object."""
+        """Return the answer as one JSON object."""
 
     @abstractmethod
     def opening(self) -> Iterable[bytes]:
-        """The events before the first word."""
+        """Return the events before the first word."""
 
     @abstractmethod
     def delta(self, delta: Delta) -> bytes:
-        """The event of a delta: new text, or more of a call."""
+        """Return the event of a delta: new text, or more of a call."""
 
     @abstractmethod
     def ending(self, finish_reasons: Sequence[FinishReason], usage: Usage) -> Iterable[bytes]:
-        """The events after the last word of every choice."""
+        """Return the events after the last word of every choice."""
 
     @abstractmethod
     def failure(self, error: Rejected) -> bytes:
-        """The event that ends a stream which broke off."""
+        """Return the event that ends a stream which broke off."""
 
 
 @dataclass(frozen=True)

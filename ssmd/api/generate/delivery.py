@@ -12,15 +12,15 @@ from starlette.types import Receive
 from ssmd.engine.request import Delta, Done, Event, Failed
 
 log = logging.getLogger(__name__)
-MOST_WAITING = 10_000  # events, of a few kilobytes each with log probabilities
+MOST_WAITING = 10_000  # most events that wait for a client, of a few kilobytes each with log probabilities
 
 
 class Gone(Exception):
-    """The client went away and does not read the answer any more."""
+    """A client that went away and does not read the answer any more."""
 
 
 class Stopped(Exception):
-    """The answer was stopped before the engine had its request."""
+    """An answer that was stopped before the engine had its request."""
 
 
 class Delivery:
@@ -36,7 +36,7 @@ class Delivery:
         self._followers: set[asyncio.Event] = set()
         self._gone = self._stopped = False
         self.background = False
-        self.last: asyncio.Future[Event] = self._loop.create_future()  # Done or Failed, whether it is read or not
+        self.last: asyncio.Future[Event] = self._loop.create_future()  # Done or Failed, even if it is not read
 
     def __call__(self, event: Event) -> None:
         """Hand an event to the event loop.
@@ -44,7 +44,7 @@ class Delivery:
         Raises Gone for text if MOST_WAITING events wait for the client, and RuntimeError if the loop is closed.
         """
         if self._events.qsize() >= MOST_WAITING and isinstance(event, Delta):
-            log.warning("a client reads so slowly that %d events wait for it: it is given up", MOST_WAITING)
+            log.warning("a client reads so slowly that %d events wait for it: it is disconnected", MOST_WAITING)
             self._loop.call_soon_threadsafe(self.leave)
             if not self.background:
                 raise Gone
@@ -99,7 +99,7 @@ class Delivery:
             self._interrupted.set()
 
     def go_on(self) -> None:
-        """Have the answer go on when its client leaves, or has left."""
+        """Let the answer go on when its client leaves, or has left."""
         self.background = True
         if not self._stopped:
             self._interrupted.clear()

@@ -1,4 +1,4 @@
-"""Fair reading: threads parse, render and tokenise requests before the engine's queue. Store requests run there too.
+"""Fair reading: threads parse, render and tokenize requests before the engine's queue. Store requests run there too.
 
 All of that takes processor time from running answers. So only AT_ONCE requests of one client are read at the same time;
 its others wait. A client without credit waits for more while other clients' answers run.

@@ -46,7 +46,7 @@ class Mark:
 
     @property
     def repeats(self) -> bool:
-        """True if the request may have been answered before."""
+        """Return True if the request may have been answered before."""
         return self.again or self.key.named
 
 

@@ -44,7 +44,7 @@ class Answering:
 
     @property
     def head(self) -> Head:
-        """The head of its response, as known now."""
+        """Return the head of its response, as known now."""
         owner, generation = self.request.domain.owner, self.generation
         if generation is None:
             return Head(self.request.id, int(time.time()), self.request.session, owner)
@@ -53,12 +53,12 @@ class Answering:
 
     @property
     def deltas(self) -> Sequence[Sequence[Delta]]:
-        """The deltas of each choice so far: the engine's own lists, which grow meanwhile."""
+        """Return the deltas of each choice so far: the engine's own lists, which grow meanwhile."""
         return () if self.generation is None else self.generation.deltas
 
     @property
     def end(self) -> Event | None:
-        """Its last event; None while it goes on."""
+        """Return its last event; None while it goes on."""
         return self.delivery.last.result() if self.delivery.last.done() else None
 
     def begin(self, generation: Generation | Several) -> None:
@@ -76,7 +76,7 @@ class Answering:
         return self
 
     def cancel(self) -> None:
-        """Cancel it, as its client is gone."""
+        """Cancel it because its client is gone."""
         if self.generation is None:
             return
         self.generation.cancel()
@@ -123,7 +123,7 @@ class UnderWay:
         found = self._answers.get(bare)
         if found is None or not domain.has(found.request.domain.owner):
             raise Rejected(
-                f"no request {shown(id_)} is under way; what was said is in its session, if it was kept",
+                f"no request {shown(id_)} is under way; its text is in its session, if it was stored",
                 status=404,
                 code="request_not_found",
             )
@@ -133,7 +133,7 @@ class UnderWay:
 def routes(under_way: UnderWay, stall_s: float) -> list[Route]:
     async def stop(request: HttpRequest) -> JSONResponse:
         found = under_way.find(request.path_params["id"], caller_of(request.scope).domain)
-        log.info("request %s: it is stopped", found.head.label)
+        log.info("request %s: stopped by a client", found.head.label)
         found.stop()
         return JSONResponse({"id": found.request.id, "object": "request.stopped"}, 202)
 
@@ -174,7 +174,7 @@ class _Follow:
                 await _follow(found, found.followed(found.head), stream, news, left)
                 await stream.close()
             except sse.Stalled:
-                log.info("request %s: who follows it has not read for %.0f s", found.head.label, self._stall_s)
+                log.info("request %s: a follower has not read for %.0f s", found.head.label, self._stall_s)
             finally:
                 left.cancel()
 

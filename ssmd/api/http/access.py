@@ -35,7 +35,7 @@ Fields = dict[str, Any]
 
 @dataclass
 class Entry:
-    """Collects the facts of a request until its line is written. whole: the answer was sent to its end."""
+    """The facts of a request, collected until its line is written. whole: the answer was sent to its end."""
 
     begun: float = field(default_factory=time.perf_counter)
     status: int | None = None
@@ -67,7 +67,7 @@ class AccessLog:
         return AccessLog(sys.stdout, as_json=settings.access_log_format == "json", slow_s=settings.slow_request)
 
     async def answer(self, app: ASGIApp, routes: Sequence[Route], scope: Scope, receive: Receive, send: Send) -> None:
-        """Have `app` answer a request, and write its line once that has ended, also by an exception."""
+        """Let `app` answer a request, and write its line once that has ended, also by an exception."""
         entry = scope[_ENTRY] = Entry()
 
         async def receive_counted() -> Message:

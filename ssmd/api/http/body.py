@@ -1,4 +1,4 @@
-"""Reading a JSON request body: strict JSON, strict types, and an error that names the parameter."""
+"""JSON request bodies: strict JSON, strict types, and an error that names the parameter."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ Model = TypeVar("Model", bound=StrictModel)
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body; its size is limited by security.py. Raises Rejected."""
+    """Return the whole body; security.py limits its size. Raises Rejected."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise Rejected(
-            f"content-type {shown(kind)} is not possible here; send application/json",
+            f"content-type {shown(kind)} is not supported here; send application/json",
             status=415,
             code="unsupported_media_type",
         )
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise Rejected(
-            f"content-encoding {shown(coding)} is not possible here; send the body as it is",
+            f"content-encoding {shown(coding)} is not supported here; send the body uncompressed",
             status=415,
             code="unsupported_media_type",
         )
@@ -58,8 +58,9 @@ async def read_body(request: Request) -> bytes:
 
 
 def parse_object(raw: bytes, go_on: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """A JSON object; NaN, Infinity, lone surrogates and deep nesting are refused. Raises Rejected, and what
-    `go_on` raises, which is called now and then.
+    """Parse a JSON object. NaN, Infinity, lone surrogates and deep nesting are refused.
+
+    go_on: called now and then. Raises Rejected, and the errors of `go_on`.
     """
     if too_many(raw, MAX_VALUES, b"[{,", go_on):
         raise Rejected(f"the request body has more than {MAX_VALUES} values", code="invalid_json")
@@ -81,7 +82,7 @@ def validate(model: type[Model], fields: dict[str, Any]) -> Model:
 
 
 def shown(value: object) -> str:
-    """A client's value for an error message, cut to a sensible length."""
+    """Format a client's value for an error message, cut to a sensible length."""
     text = _SHORT.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
 

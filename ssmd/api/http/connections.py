@@ -58,13 +58,13 @@ _BY_STRANGERS = {  # messages that any client can cause: how often a minute each
     "Invalid HTTP request": 1,
     "Unsupported upgrade": 1,
     "No supported WebSocket library": 0,  # logged together with the one before; there is nothing to install
-    "ASGI callable returned without": 1,  # who does not read is given up in the midst of an answer
+    "ASGI callable returned without": 1,  # a client that does not read is given up in the middle of an answer
     TOO_MANY: 1,
     "refused ": 30,
     "%s %s: the client went away": 30,
     "request %s: the client went away": 30,
     "request %s: the client has not read": 30,
-    "request %s: who follows it has not read": 30,
+    "request %s: a follower has not read": 30,
     "a client reads so slowly": 30,
 }
 
@@ -79,22 +79,22 @@ class Limits:
 
     @staticmethod
     def here() -> Limits:
-        """Limits within what descriptors are left, when models and the database are open.
+        """Return limits for the file descriptors that are left when models and the database are open.
 
-        Every connection may need a file too: an import and an export have one.
+        Each connection is counted with a file: an import and an export have one.
         """
         free = descriptors.left()
         return Limits(most=max(1, min(MOST, (free - min(_SPARE, free // 4)) // 2)))
 
 
 def limit(config: Config, limits: Limits, first: Callable[[], None] = lambda: None) -> None:
-    """Give uvicorn's connections these limits, before it starts, and keep the log of what strangers cause short.
+    """Apply these limits to uvicorn's connections, before it starts, and rate-limit logs that any client can cause.
 
-    first: called when somebody connects while nobody was.
+    first: called when a client connects while no connection was open.
     """
     of_server = {"limits": limits, "idle": {}, "awaited": {}, "first": staticmethod(first)}
     config.http = type("Connection", (_Connection,), of_server)
-    config.backlog = AT_ONCE  # which to asyncio also is how many it takes in at a time
+    config.backlog = AT_ONCE  # for asyncio this is also the number of connections accepted at a time
     config.timeout_keep_alive = IDLE_S
     keep_short()
 
@@ -127,19 +127,19 @@ class _Parser(h11.Connection):
         if self.left == 0:
             return h11.NEED_DATA
         self.left -= 1
-        if self.their_state is h11.MUST_CLOSE:  # it said that this request is its last one
+        if self.their_state is h11.MUST_CLOSE:  # the client announced this as its last request
             return h11.NEED_DATA
         event = super().next_event()
         return h11.NEED_DATA if event is h11.PAUSED else event  # at PAUSED uvicorn would miss a disconnect
 
     @property
     def waiting(self) -> int:
-        """The number of bytes received and not parsed yet."""
+        """Count the bytes received and not parsed yet."""
         return len(self._receive_buffer)
 
 
 class _Flow(FlowControl):
-    """Reads from a connection unless uvicorn has paused it or `held` says that received bytes are still unparsed."""
+    """Reads from a connection unless uvicorn has paused it or `held` is set while received bytes are unparsed."""
 
     held = False
 
@@ -255,7 +255,7 @@ class _Connection(H11Protocol):
         return True
 
     def _await_body(self, awaited: bool) -> None:
-        """Note whether a part of the request's body is still to come."""
+        """Note if a part of the request's body is still to come."""
         mine = self.awaited.setdefault(self._place, {})
         if awaited:
             mine.setdefault(self)

@@ -15,7 +15,7 @@ from ssmd.engine.terms import Rejected
 
 ExceptionHandler = Callable[[Request, Exception], Awaitable[Response]]
 MAX_MESSAGE_CHARS = 2000
-IGNORED = "x-ssmd-ignored"  # the header that names fields which were left aside
+IGNORED = "x-ssmd-ignored"  # the header that names the fields of a request that were ignored
 INTERNAL = Rejected("the daemon failed on this request; its log says why", status=500, code="internal_error")
 
 
@@ -28,7 +28,7 @@ def error_body(error: Rejected) -> dict[str, Any]:
 
 
 def error_response(error: Rejected, headers: Mapping[str, str] | None = None) -> Response:
-    """SDKs retry every 5xx by themselves; one that says no time to come back is told to be permanent."""
+    """Build an error response. SDKs retry every 5xx by themselves, so one without a retry time is marked permanent."""
     extra = dict(headers or {})
     if error.retry_after_s is not None:
         extra["retry-after"] = str(error.retry_after_s)
@@ -60,7 +60,7 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
 
 
 async def _crash(request: Request, exc: Exception) -> Response:
-    """A bug: the server logs the traceback, the client learns no more than that."""
+    """Answer a request that hit a bug: the server logs the traceback, the client gets INTERNAL."""
     access.note(request.scope, code=INTERNAL.code)
     return error_response(INTERNAL)
 

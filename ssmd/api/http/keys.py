@@ -1,9 +1,9 @@
 """The API keys: one without a name, or those of a file, one a line. The key of a request identifies its caller.
 
-The daemon's own token is accepted too. The daemon makes it anew at every start and stores it for its user's commands
+The daemon's own token is accepted too. The daemon makes a new one at every start and stores it for its user's commands
 (ssmd/daemon/discovery.py). A caller with that token sees all sessions, and only such a caller may stop the daemon.
 
-Only hashes of keys are held. A request's key is compared with all of them, each in constant time. So the response time
+Keys are held only as hashes. A request's key is compared with all of them, each in constant time. So the response time
 reveals neither the length of a wrong key nor which key it resembles.
 """
 
@@ -49,14 +49,14 @@ class Caller:
     domain: Domain = NOBODY  # the part of the store that it can read and write
     several: bool = False  # keys of other names exist
     read_only: bool = False
-    own: bool = False  # it sent the daemon's own token: a command of the user who started the daemon
-    # The digest of its key, or of the key that made its granted key; b"" where the daemon has no keys.
+    own: bool = False  # it sent the daemon's own token: a command of the user that started the daemon
+    # The digest of its key, or of the key that made its granted key; b"" if the daemon has no keys.
     by: bytes = field(default=b"", repr=False, compare=False)
     until: float = field(default=math.inf, compare=False)  # when its granted key expires, by the clock of the grants
 
     @property
     def name(self) -> str:
-        """The key's name; "" where keys have none."""
+        """Return the key's name; "" if keys have none."""
         return self.domain.owner
 
 
@@ -104,7 +104,7 @@ class Keys:
             try:
                 self._keys = read_keys(self._file)
             except SettingsError as err:
-                log.error("the API keys stay as they are: %s", err)
+                log.error("the API keys are unchanged: %s", err)
                 return
             names = len({key.name for key in self._keys})
         log.info("%d API keys of %d names are in force", len(self._keys), names)
@@ -200,7 +200,7 @@ def read_keys(file: Path) -> tuple[Key, ...]:
             raise SettingsError(f"{where}: a key is 8 to 512 printable ASCII characters")
         key = Key(fields[0], digest_of(fields[1]), len(fields) == 3)
         if key.digest in keys:
-            raise SettingsError(f"{where}: this key stands above already")
+            raise SettingsError(f"{where}: a line above has the same key")
         keys[key.digest] = key
     if not 1 <= len(keys) <= MAX_KEYS:
         raise SettingsError(f"the keys file {file} holds {len(keys)} keys; 1 to {MAX_KEYS} are possible")
@@ -213,13 +213,13 @@ def _read(file: Path) -> str:
         with os.fdopen(os.open(file, os.O_RDONLY | privatefile.NOWAIT), "rb") as opened:
             found = os.fstat(opened.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise SettingsError(f"the keys file {file} is no file")
+                raise SettingsError(f"the keys file {file} is not a file")
             if privatefile.of_another_user(found):
                 raise SettingsError(f"the keys file {file} belongs to user {found.st_uid}; use one of your own")
             if privatefile.others_read(found) or privatefile.others_write(found):
                 raise SettingsError(
-                    f"the keys file {file} can be read or written by other users of this computer; take other keys, "
-                    f"after: chmod 600 {file}"
+                    f"the keys file {file} can be read or written by other users of this computer; run: "
+                    f"chmod 600 {file}, then replace the keys"
                 )
             text = opened.read(MAX_FILE_BYTES + 1)
     except OSError as err:
@@ -229,7 +229,7 @@ def _read(file: Path) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as err:
-        raise SettingsError(f"the keys file {file} is no text: a byte at {err.start} is not UTF-8") from None
+        raise SettingsError(f"the keys file {file} is not text: a byte at {err.start} is not UTF-8") from None
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class Grants:
 
 
 def digest_of(secret: str) -> bytes:
-    """Return the hash that is held of a secret."""
+    """Return the hash that stands for a secret."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
 
 

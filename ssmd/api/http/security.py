@@ -38,12 +38,12 @@ from ssmd.engine.terms import Rejected
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})
-KEYLESS_PATHS = OPEN_PATHS | {REDEEM}  # for which no key is needed
+KEYLESS_PATHS = OPEN_PATHS | {REDEEM}  # paths that need no key
 PREFLIGHT_MAX_AGE_S = 600
 DRAIN_S = 2.0
 FREE_BYTES = 64 << 10
 RETRY_AFTER_S = 5
-# On every answer: nothing is anything else than its content-type says, and no other site's page may embed it.
+# On every answer: browsers keep to its content-type, and no other site's page may embed it.
 _ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
 _EXPOSED = b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after"
 _READING = ("GET", "HEAD")
@@ -138,7 +138,7 @@ class Security:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                # What was not read of a body must not be taken for the next request, nor be waited for.
+                # Unread bytes of a body must not be taken for the next request, nor be waited for.
                 end = [] if intake.whole else [(b"connection", b"close")]
                 message["headers"] = [*message.get("headers", ()), *identity, *end]
             elif not intake.whole and not message.get("more_body", False):
@@ -207,12 +207,12 @@ class Security:
         )
 
     def _check_site(self, path: str, headers: Headers) -> None:
-        """Refuse what a page of another origin makes a browser fetch. To follow a link to an open path is allowed."""
+        """Refuse a request that a page of another origin makes a browser send. Links to open paths are allowed."""
         followed = path in self._rules.open_paths and headers.get("sec-fetch-mode") == "navigate"
         if headers.get("sec-fetch-site", "none") in ("none", "same-origin") or followed:
             return
         raise Rejected(
-            "a page of another site made the browser ask; add its origin to SSMD_ALLOWED_ORIGINS if its scripts may",
+            "the browser sent this for a page of another site; add its origin to SSMD_ALLOWED_ORIGINS to allow it",
             status=403,
             code="origin_not_allowed",
         )
@@ -221,8 +221,8 @@ class Security:
         limit = self._rules.body_limits.get(path, self._rules.max_body_bytes)
         declared = headers.get("content-length", "0")
         if not re.fullmatch(r"[0-9]{1,18}", declared):
-            raise Rejected(f"content-length {shown(declared)} is no size", code="invalid_content_length")
-        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy in front may believe the other
+            raise Rejected(f"content-length {shown(declared)} is not a size", code="invalid_content_length")
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have used the other one
             raise Rejected("content-length and transfer-encoding exclude each other", code="invalid_content_length")
         if int(declared) > limit:
             raise _too_large(limit)
@@ -238,7 +238,7 @@ class _Bodies:
 
 
 class _Intake:
-    """A request's body on its way in, counted: its declared length may be missing (chunked)."""
+    """A request's body on its way in. Its bytes are counted: a chunked one has no declared length."""
 
     def __init__(self, receive: Receive, headers: Headers, bodies: _Bodies | None) -> None:
         self._receive = receive
@@ -274,13 +274,13 @@ class _Intake:
         self._held += more
 
     def forget(self) -> None:
-        """Make room for other bodies: the request has its answer."""
+        """Make room for other bodies, because the request has its answer."""
         if self._bodies is not None:
             self._bodies.held, self._held = self._bodies.held - self._held, 0
 
     async def drain(self) -> None:
-        """Read what still comes, for a moment, and forget it."""
-        if self._asks_first:  # it sends nothing before it is told to
+        """Read and discard the bytes that still come, for a moment."""
+        if self._asks_first:  # it sends nothing before it gets "100 Continue"
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
@@ -292,7 +292,7 @@ class _Intake:
 def _check_method(scope: Scope, caller: Caller) -> None:
     if caller.read_only and scope["method"] not in _READING and scope["path"] != TICKETS:
         raise Rejected(
-            f"the key {caller.name} is read-only: {' and '.join(_READING)} are all that it may",
+            f"the key {caller.name} is read-only: it allows only {' and '.join(_READING)}",
             status=403,
             code="read_only_key",
         )
@@ -307,7 +307,7 @@ def _too_large(limit: int) -> Rejected:
 
 
 def _host_name(host: str) -> str | None:
-    """Host without its port, lower case; None when it is no host."""
+    """Return the host without its port, in lower case; None if it is invalid."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))(?::[0-9]{1,5})?", host)
     return None if match is None else (f"[{match[1]}]" if match[1] else match[2].rstrip(".")).lower()
 

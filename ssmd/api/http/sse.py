@@ -13,16 +13,16 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Stalled(Exception):
-    """The client has not read for too long."""
+    """A client that has not read for too long."""
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
-    """One event. JSON escapes line ends, so that the data is one line."""
+    """Encode one event. JSON escapes line ends, so that the data is one line."""
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class EventStream:
-    """A response under way. Every method raises Stalled when the client takes nothing for `stall_s` seconds."""
+    """A response under way. Every method raises Stalled if the client reads nothing for `stall_s` seconds."""
 
     def __init__(self, send: Send, stall_s: float) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: how OpenAI's chat is read and written, as a whole answer or a stream of chunks."""
+"""/v1/chat/completions: OpenAI's chat, read and written as a whole answer or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ssmd.engine.terms import Rejected
 def routes(
     host: Host, under_way: UnderWay, stall_s: float, *, truncate: bool = False, strict: bool = False
 ) -> list[Route]:
-    """The endpoint, for `app.create_app`. truncate: as the setting `truncation` has it. strict: the setting."""
+    """Return the endpoint, for `app.create_app`. truncate: the default of `truncation`. strict: the setting."""
     fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=strict)
     front = Front(host, partial(_read, host, fields, truncate), under_way, stall_s)
     return [Route("/v1/chat/completions", front, methods=["POST"])]
@@ -58,7 +58,7 @@ class ChatAnswer(Answer):
     """A `chat.completion`, or its `chat.completion.chunk`s."""
 
     def __init__(self, model: str, build: str, choices: int, head: Head, *, stream: bool, include_usage: bool) -> None:
-        """model: as the client calls it."""
+        """Begin an answer. model: its name as the client sent it."""
         self._choices, self._include_usage, self._ignored = choices, include_usage, head.ignored
         self._envelope: dict[str, Any] = {
             "id": f"chatcmpl-{head.id}",
@@ -112,7 +112,7 @@ class ChatAnswer(Answer):
 
 
 def _message(choice: WholeChoice) -> dict[str, Any]:
-    """An assistant's message. Beside calls a content that is empty is null, as OpenAI has it."""
+    """Build an assistant's message. Beside calls, an empty content is null, as in OpenAI's API."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning

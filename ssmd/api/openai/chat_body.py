@@ -1,16 +1,16 @@
-"""The body of a chat completion request: each of OpenAI's parameters is done, harmless, or refused by name."""
+"""The body of a chat completion request: each of OpenAI's parameters is supported, harmless, or refused by name."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, create_model, field_validator
 
 from ssmd.api.http.body import Id, StrictModel, shown, validate
 from ssmd.api.openai.fields import OTHERS
@@ -22,15 +22,15 @@ from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.penalties import Dry
 from ssmd.engine.terms import Rejected
 from ssmd.machine.duration import MAX_S, parse_duration
-from ssmd.model.defaults import BREAKERS, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_INT, OPTIONS, Defaults
+from ssmd.model.defaults import BREAKERS, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_INT, OPTIONS, Defaults, Option
 
 MAX_N = 8
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 Value = TypeVar("Value", int, float)
-_OF_SAMPLING = OPTIONS.keys() & {field.name for field in dataclasses.fields(SamplingParams)}
+_OF_SAMPLING = OPTIONS.keys() & {one.name for one in fields(SamplingParams)}
 
-# Parameters that are not built, each with the values that ask for nothing.
+# Parameters that are not supported, each with the values that ask for nothing.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None, "none", "auto"),
@@ -42,16 +42,16 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _within(name: str) -> Any:
-    """Return the bounds of an option, for pydantic."""
-    return Field(ge=OPTIONS[name].low, le=OPTIONS[name].high)
+def _of(option: Option, low: float | None = None) -> Any:
+    """Return the type of an option's field, for pydantic. low: least value, if it is not the option's."""
+    kind = int if option.whole else float
+    return Annotated[kind, Field(ge=option.low if low is None else low, le=option.high)] | None
 
 
-Count = Annotated[int, _within("max_tokens")]
 Budget = Annotated[int, Field(ge=0, le=MAX_INT)]
 Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
+Count = Annotated[int, Field(ge=OPTIONS["max_tokens"].low, le=OPTIONS["max_tokens"].high)]
 Limit = Annotated[Count, BeforeValidator(lambda value: MAX_INT if value == -1 and type(value) is int else value)]
-Penalty = Annotated[float, _within("repetition_penalty")]
 ShortText = Annotated[str, Field(max_length=1000)]
 Seconds = Annotated[float, Field(allow_inf_nan=True)]  # infinite: for ever
 
@@ -60,7 +60,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _first_wrong(is_right: Callable[[Any], bool], value: Any) -> Any:
-    """Of a dict the first entry that is wrong, if one is: pydantic would tell of all."""
+    """Return the first wrong entry of a dict, if there is one: pydantic would report all."""
     if isinstance(value, dict):
         wrong = next(((k, v) for k, v in value.items() if not is_right(v)), None)
         return value if wrong is None else dict([wrong])
@@ -75,31 +75,24 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class ChatBody(Structured):
+_SAMPLING: dict[str, Any] = {
+    name: (_of(option, low=-1 if name == "top_k" else None), None)  # -1, vLLM's, and 0: all
+    for key, option in OPTIONS.items()
+    if key != "max_tokens"
+    for name in (key, *option.aliases)
+}
+
+
+class GenerationBody(create_model("SamplingBody", __base__=Structured, **_SAMPLING)):  # type: ignore[misc]  # made at run time
+    """The fields that chat and text completions share. Those of sampling are made of the table OPTIONS."""
+
     model: Annotated[str, Field(min_length=1, max_length=4096)]
-    messages: Any
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     n_predict: Limit | None = None  # llama.cpp's name of it
-    temperature: Annotated[float, _within("temperature")] | None = None
-    top_p: Annotated[float, _within("top_p")] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None  # -1, vLLM's, and 0: all
-    min_p: Annotated[float, _within("min_p")] | None = None
-    typical_p: Annotated[float, _within("typical_p")] | None = None
-    xtc_probability: Annotated[float, _within("xtc_probability")] | None = None
-    xtc_threshold: Annotated[float, _within("xtc_threshold")] | None = None
-    dry_multiplier: Annotated[float, _within("dry_multiplier")] | None = None
-    dry_base: Annotated[float, _within("dry_base")] | None = None
-    dry_allowed_length: Annotated[int, _within("dry_allowed_length")] | None = None
-    dry_penalty_last_n: Annotated[int, _within("dry_penalty_last_n")] | None = None
     dry_sequence_breakers: Annotated[list[Breaker], Field(fail_fast=True, max_length=MAX_BREAKERS)] | None = None
-    repetition_penalty: Penalty | None = None
-    repeat_penalty: Penalty | None = None  # llama.cpp's and Ollama's name of it
-    repeat_last_n: Annotated[int, _within("repeat_last_n")] | None = None
-    frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
-    presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stop: (
@@ -109,26 +102,11 @@ class ChatBody(Structured):
         ]
         | None
     ) = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     logit_bias: Annotated[dict[str, Bias], _FIRST_BIAS] | None = None
-    session: Id | None = None
     store: bool | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     keep_alive: Seconds | None = None  # of the model, from the end of this request
     background: bool | None = None
-    # For the chat template, see tools.py.
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    chat_template_kwargs: Any = None
-    enable_thinking: Any = None
-    reasoning_effort: Any = None
-    thinking_budget: Budget | None = None
-    thinking_token_budget: Budget | None = None  # vLLM's name of it
-    reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None  # llama.cpp's; -1: no bound
-    # Accepted and without effect: they are for the books of whoever runs a hosted service.
+    # Accepted and without effect: they are for the records of a hosted service.
     metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None
     safety_identifier: ShortText | None = None
@@ -154,19 +132,45 @@ class ChatBody(Structured):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+class ChatBody(GenerationBody):
+    """The fields of a chat completion."""
+
+    messages: Any
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    session: Id | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    # For the chat template, see tools.py.
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    chat_template_kwargs: Any = None
+    enable_thinking: Any = None
+    reasoning_effort: Any = None
+    thinking_budget: Budget | None = None
+    thinking_token_budget: Budget | None = None  # vLLM's name of it
+    reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None  # llama.cpp's; -1: no bound
+
+
 def read_chat(fields: dict[str, Any]) -> ChatBody:
-    """Read the fields of a chat request. Raises Rejected naming the parameter that is wrong, unknown, or not built."""
-    known = {}
+    """Read the fields of a chat request. Raises Rejected that names a wrong, unknown or unsupported parameter."""
+    return validate(ChatBody, without_refused(fields, NOT_BUILT))
+
+
+def without_refused(fields: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the fields without those that ask for nothing. Raises Rejected if one asks for something unsupported."""
+    kept = {}
     for name, value in fields.items():
-        if name not in NOT_BUILT:
-            known[name] = value
-        elif value not in NOT_BUILT[name]:
+        if name not in refused:
+            kept[name] = value
+        elif value not in refused[name]:
             raise Rejected(
                 f"parameter {name!r} is not supported here (got {shown(value)}); leave it out",
                 code="unsupported_parameter",
                 param=name,
             )
-    return validate(ChatBody, known)
+    return kept
 
 
 def to_request(
@@ -179,41 +183,19 @@ def to_request(
 ) -> Request:
     """Return the request to the engine. Raises Rejected.
 
-    vocabulary: number of token ids. defaults: the model's, for options that the body leaves out. truncate: the default
-    of `truncation`. unread: takes the names of parts of its messages that are ignored.
+    truncate: the default of `truncation`. unread: takes the names of parts of its messages that are ignored. The others
+    as of `generation`.
     """
-    if body.include_usage and not body.stream:
-        raise Rejected(
-            "stream_options is only possible with stream: true", code="invalid_value", param="stream_options"
-        )
     if body.top_logprobs is not None and not body.logprobs:
         raise Rejected("top_logprobs is only possible with logprobs: true", code="invalid_value", param="top_logprobs")
     messages = read_messages(body.messages, unread)
     given = read_given(vars(body))
-    bias = _logit_bias(body.logit_bias or {}, vocabulary)
-    options: dict[str, Any] = {name: default.value for name, default in defaults.items()} | _said(body)
-    try:
-        sampling = SamplingParams(
-            **{name: options[name] for name in _OF_SAMPLING if name in options},
-            dry=_dry(options, prompt=body.dry_multiplier is not None),
-            seed=body.seed,
-            logit_bias=bias,
-            logprobs=bool(body.logprobs),
-            top_logprobs=body.top_logprobs or 0,
-        )
-    except ValueError as err:
-        raise Rejected(str(err), code="invalid_value") from None
-    return Request(
+    return replace(
+        generation(body, vocabulary, defaults, bool(body.logprobs), body.top_logprobs or 0),
         messages=messages,
-        sampling=sampling,
-        max_tokens=int(options.get("max_tokens", Request.max_tokens)),
-        stop=tuple(dict.fromkeys(body.stop or ())),
-        n=body.n or 1,
         session=body.session,
-        store=body.store is not False,
         truncate=truncate if body.truncation is None else body.truncation == "auto",
         given=given,
-        grammar=grammar_of(body),
         thinking_budget=_one_of(
             thinking_budget=body.thinking_budget,
             thinking_token_budget=body.thinking_token_budget,
@@ -223,16 +205,47 @@ def to_request(
     )
 
 
-def _said(body: ChatBody) -> dict[str, Any]:
-    """Return the options that a body sets, by name. Raises Rejected if two names of one option have other values."""
-    said = {name: getattr(body, name) for name in (*OPTIONS, BREAKERS)}
-    said["max_tokens"] = _one_of(
-        max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens, n_predict=body.n_predict
+def generation(body: GenerationBody, vocabulary: int, defaults: Defaults, logprobs: bool, top_logprobs: int) -> Request:
+    """Return a request to the engine that has no prompt yet. Raises Rejected.
+
+    vocabulary: number of token ids. defaults: the model's, for options that the body leaves out.
+    """
+    if body.include_usage and not body.stream:
+        raise Rejected(
+            "stream_options is only possible with stream: true", code="invalid_value", param="stream_options"
+        )
+    options: dict[str, Any] = {name: default.value for name, default in defaults.items()} | _sent(body)
+    try:
+        sampling = SamplingParams(
+            **{name: options[name] for name in _OF_SAMPLING if name in options},
+            dry=_dry(options, prompt=vars(body)["dry_multiplier"] is not None),
+            seed=body.seed,
+            logit_bias=_logit_bias(body.logit_bias or {}, vocabulary),
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+        )
+    except ValueError as err:
+        raise Rejected(str(err), code="invalid_value") from None
+    return Request(
+        messages=(),
+        sampling=sampling,
+        max_tokens=int(options.get("max_tokens", Request.max_tokens)),
+        stop=tuple(dict.fromkeys(body.stop or ())),
+        n=body.n or 1,
+        store=body.store is not False,
+        grammar=grammar_of(body),
     )
-    said["repetition_penalty"] = _one_of(repetition_penalty=body.repetition_penalty, repeat_penalty=body.repeat_penalty)
-    if body.top_k is not None:
-        said["top_k"] = max(0, body.top_k)
-    return {name: value for name, value in said.items() if value is not None}
+
+
+def _sent(body: GenerationBody) -> dict[str, Any]:
+    """Return the options that a body sets, by name. Raises Rejected if two names of one option have other values."""
+    fields = vars(body)
+    sent = {name: _one_of(**{n: fields[n] for n in (name, *one.aliases)}) for name, one in OPTIONS.items()}
+    sent[BREAKERS] = fields[BREAKERS]
+    sent["max_tokens"] = _one_of(**{n: fields[n] for n in ("max_tokens", "max_completion_tokens", "n_predict")})
+    if sent["top_k"] is not None:
+        sent["top_k"] = max(0, sent["top_k"])
+    return {name: value for name, value in sent.items() if value is not None}
 
 
 def _dry(options: Mapping[str, Any], *, prompt: bool) -> Dry | None:
@@ -254,7 +267,7 @@ def _one_of(**named: Value | None) -> Value | None:
     given = {name: value for name, value in named.items() if value is not None}
     if len(set(given.values())) > 1:
         said = " and ".join(f"{name} ({value})" for name, value in given.items())
-        raise Rejected(f"{said} say different things; send one of them", code="invalid_value", param=next(iter(given)))
+        raise Rejected(f"{said} have different values; send one of them", code="invalid_value", param=next(iter(given)))
     return next(iter(given.values()), None)
 
 
@@ -263,7 +276,7 @@ def _logit_bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:
     for key, value in given.items():
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= vocabulary:
             raise Rejected(
-                f"logit_bias: {shown(key)} is no token id of this model; ids go from 0 to {vocabulary - 1}",
+                f"logit_bias: {shown(key)} is not a token id of this model; ids go from 0 to {vocabulary - 1}",
                 code="invalid_value",
                 param="logit_bias",
             )

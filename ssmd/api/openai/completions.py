@@ -1,4 +1,4 @@
-"""/v1/completions: a prompt as it is, without a template and without a session, as OpenAI had it before chat."""
+"""/v1/completions: a prompt as it is, without a template and without a session, as in OpenAI's API before chat."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ssmd.api.generate.answer import Answer, Asking, Head, WholeChoice, own_usag
 from ssmd.api.generate.front import Front
 from ssmd.api.generate.in_flight import UnderWay
 from ssmd.api.http import sse
-from ssmd.api.http.body import StrictModel, shown, validate
+from ssmd.api.http.body import shown, validate
 from ssmd.api.http.errors import error_body
-from ssmd.api.openai.chat_body import MAX_N, NOT_BUILT, ChatBody, read_chat, to_request
+from ssmd.api.openai.chat_body import MAX_N, NOT_BUILT, GenerationBody, generation, without_refused
 from ssmd.api.openai.fields import Fields, Neutral
 from ssmd.engine.host.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Raw, Request, TokenLogprob, Usage
@@ -29,8 +29,8 @@ PATH = "/v1/completions"
 
 MAX_PROMPTS = 64
 MAX_CHOICES = 128  # of all prompts together
-DEFAULT_TOKENS = 16  # as OpenAI has it
-# Of chat alone. What would change an answer is refused here, each with the values that ask for nothing:
+DEFAULT_TOKENS = 16  # OpenAI's default
+# Fields of chat alone. Those that would change an answer are refused, each with the values that ask for nothing.
 _REFUSED_HERE: Neutral = {
     "audio": (None,),
     "function_call": (None, "none", "auto"),
@@ -44,7 +44,7 @@ _REFUSED_HERE: Neutral = {
     "top_logprobs": (None,),
     "truncation": (None, "disabled"),
 }
-# and what tells a template, or of reasoning, is as unknown as any other name.
+# Fields for a template, or about reasoning, are refused as unknown.
 _UNKNOWN_HERE = frozenset(
     (
         *("add_generation_prompt", "chat_template", "chat_template_kwargs", "documents", "enable_thinking"),
@@ -52,42 +52,43 @@ _UNKNOWN_HERE = frozenset(
         *("reasoning_budget_tokens", "thinking_budget", "thinking_token_budget"),
     )
 )
-_WORD = [{"role": "user", "content": "x"}]  # the chat body validates the shared fields, and requires messages
 
 
 def routes(host: Host, under_way: UnderWay, stall_s: float, *, strict: bool = False) -> list[Route]:
-    """The endpoint, for `app.create_app`. strict: the setting."""
-    front = Front(host, partial(_read, host, Fields(FIELDS, REFUSED, strict=strict)), under_way, stall_s)
+    """Return the endpoint, for `app.create_app`. strict: the setting."""
+    front = Front(
+        host, partial(_read, host, Fields(CompletionBody.model_fields, REFUSED, strict=strict)), under_way, stall_s
+    )
     return [Route(PATH, front, methods=["POST"])]
 
 
 def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> Asking:
     """Read a body's fields. Raises Rejected."""
     fields, ignored = sorting.sort(fields)
-    own, shared = read_completion(fields)
-    model = host.shelf.find(shared.model)
-    request = to_raw_request(own, shared, model.manifest.vocabulary, model.defaults)
-    name = model.id if "@" in shared.model else model.name
-    written = partial(CompletionAnswer, name, model.manifest.build, announced=bool(shared.background))
+    body = read_completion(fields)
+    model = host.shelf.find(body.model)
+    request = to_raw_request(body, model.manifest.vocabulary, model.defaults)
+    name = model.id if "@" in body.model else model.name
+    written = partial(CompletionAnswer, name, model.manifest.build, announced=bool(body.background))
     return Asking(
         model,
         request,
-        stream=bool(shared.stream),
-        answer=partial(written, stream=bool(shared.stream), include_usage=shared.include_usage),
+        stream=bool(body.stream),
+        answer=partial(written, stream=bool(body.stream), include_usage=body.include_usage),
         followed=partial(written, stream=True, include_usage=True),
-        keep_alive_s=shared.keep_alive,
-        background=bool(shared.background),
+        keep_alive_s=body.keep_alive,
+        background=bool(body.background),
         ignored=ignored,
     )
 
 
 class CompletionAnswer(Answer):
-    """A `text_completion`, whole or in pieces that look the same."""
+    """A `text_completion`, whole or in pieces of the same shape."""
 
     def __init__(
         self, model: str, build: str, head: Head, *, stream: bool, include_usage: bool, announced: bool = False
     ) -> None:
-        """model: as the client calls it. announced: a stream says how the answer is called before its first word."""
+        """Begin an answer. model: its name as the client sent it. announced: a stream sends the id before the text."""
         self._include_usage, self._ignored, self._announced = include_usage, head.ignored, announced
         self._envelope: dict[str, Any] = {
             "id": f"cmpl-{head.id}",
@@ -98,7 +99,7 @@ class CompletionAnswer(Answer):
         }
         if stream and include_usage:
             self._envelope["usage"] = None
-        self._offsets: dict[int, _Offset] = {}  # of each choice
+        self._offsets: dict[int, _Offset] = {}  # by choice
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
         written = [
@@ -134,7 +135,7 @@ class CompletionAnswer(Answer):
         return sse.encode({**self._envelope, "choices": [choice]})
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """The old shape, of four lists. Tokens are by their names; the one that came is among the likeliest."""
+        """Return the old shape, of four lists. Tokens are by name; the chosen one is added to the likeliest."""
         if not entries:
             return None
         offset = self._offsets.setdefault(index, _Offset())
@@ -160,7 +161,7 @@ class CompletionAnswer(Answer):
 
 
 class _Offset:
-    """Counts where each token begins in a choice's text, in characters."""
+    """The offset at which the next token begins in a choice's text, in characters."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -174,7 +175,7 @@ class _Offset:
 
 
 def _name(token: str, utf8: bytes) -> str:
-    """A token as a name: a part of a character by its bytes, as OpenAI writes it, for many look alike as text."""
+    """Return a token's name. A part of a character is named by its bytes, as in OpenAI's API: many look alike."""
     return token if "\ufffd" not in token else "bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8)
 
 
@@ -182,8 +183,8 @@ def _bounded(logprob: float) -> float:
     return max(float(logprob), LEAST_LOGPROB)
 
 
-class PromptBody(StrictModel):
-    """The fields of a text completion that chat does not have."""
+class CompletionBody(GenerationBody):
+    """The fields of a text completion."""
 
     prompt: Any = None
     echo: bool | None = None
@@ -191,61 +192,44 @@ class PromptBody(StrictModel):
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
 
 
-_OF_CHAT = _REFUSED_HERE.keys() | _UNKNOWN_HERE
-FIELDS = {
-    **{name: field for name, field in ChatBody.model_fields.items() if name not in _OF_CHAT},
-    **PromptBody.model_fields,
-}
 REFUSED: Neutral = {
-    **{name: values for name, values in NOT_BUILT.items() if name not in _OF_CHAT | FIELDS.keys()},
+    **{n: values for n, values in NOT_BUILT.items() if n not in _UNKNOWN_HERE | CompletionBody.model_fields.keys()},
     **_REFUSED_HERE,
 }
 
 
-def read_completion(fields: dict[str, Any]) -> tuple[PromptBody, ChatBody]:
-    """Read the fields of a completion request. Raises Rejected naming the parameter that is wrong or not built."""
-    for name, value in fields.items():
+def read_completion(fields: dict[str, Any]) -> CompletionBody:
+    """Read the fields of a completion request. Raises Rejected that names a wrong or unsupported parameter."""
+    for name in fields:
         if name in _UNKNOWN_HERE:
             raise Rejected(f"there is no parameter {name!r} here", code="unknown_parameter", param=name)
-        if name in _REFUSED_HERE and value not in _REFUSED_HERE[name]:
-            raise Rejected(
-                f"parameter {name!r} is not supported here (got {shown(value)}); leave it out",
-                code="unsupported_parameter",
-                param=name,
-            )
-    own = validate(PromptBody, {name: value for name, value in fields.items() if name in PromptBody.model_fields})
-    rest = {k: v for k, v in fields.items() if k not in PromptBody.model_fields and k not in _REFUSED_HERE}
-    return own, read_chat({**rest, "messages": _WORD})
+    return validate(CompletionBody, without_refused(fields, REFUSED))
 
 
-def to_raw_request(
-    own: PromptBody, shared: ChatBody, vocabulary: int, defaults: Defaults = MappingProxyType({})
-) -> Request:
+def to_raw_request(body: CompletionBody, vocabulary: int, defaults: Defaults = MappingProxyType({})) -> Request:
     """Return the request to the engine. `vocabulary`: number of token ids. `defaults`: the model's. Raises Rejected."""
-    request = to_request(shared, vocabulary, defaults)
-    if own.echo and own.logprobs is not None:
+    request = generation(body, vocabulary, defaults, body.logprobs is not None, body.logprobs or 0)
+    if body.echo and body.logprobs is not None:
         raise Rejected(
             "logprobs of the prompt's own tokens are not supported: leave echo or logprobs out",
             code="unsupported_parameter",
             param="logprobs",
         )
-    if own.best_of is not None and own.best_of != request.n:
+    if body.best_of is not None and body.best_of != request.n:
         raise Rejected(
-            f"best_of ({own.best_of}) other than n ({request.n}) is not supported; leave it out",
+            f"best_of ({body.best_of}) other than n ({request.n}) is not supported; leave it out",
             code="unsupported_parameter",
             param="best_of",
         )
-    first, *more = _prompts(own.prompt, vocabulary)
-    said = (shared.max_tokens, shared.max_completion_tokens, shared.n_predict) != (None, None, None)
-    limited = said or "max_tokens" in defaults
+    first, *more = _prompts(body.prompt, vocabulary)
+    sent = (body.max_tokens, body.max_completion_tokens, body.n_predict) != (None, None, None)
+    limited = sent or "max_tokens" in defaults
     raw = replace(
         request,
-        messages=(),
         raw=first,
         more=tuple(more),
-        echo=bool(own.echo),
+        echo=bool(body.echo),
         max_tokens=request.max_tokens if limited else DEFAULT_TOKENS,
-        sampling=replace(request.sampling, logprobs=own.logprobs is not None, top_logprobs=own.logprobs or 0),
     )
     if raw.choices > MAX_CHOICES:
         raise Rejected(
@@ -255,7 +239,7 @@ def to_raw_request(
 
 
 def _prompts(value: Any, vocabulary: int) -> list[Raw]:
-    """One prompt or several: each a text, or ids."""
+    """Read one prompt or several: each a text, or ids. Raises Rejected."""
     if value is None:
         raise Rejected("prompt is required", code="missing_required_parameter", param="prompt")
     if isinstance(value, str):

@@ -10,25 +10,25 @@ from ssmd.api.http.body import shown
 from ssmd.engine.terms import Rejected
 from ssmd.text.messages import ROLES, THINK, THINK_END, Message, Role, ToolCall
 
-MAX_CALLS = 64  # of a message
-MAX_IGNORED = 64  # names that are told
-MAX_CALL_CHARS = 256  # of a call's name, and of its id
+MAX_CALLS = 64  # calls of a message
+MAX_IGNORED = 64  # names of ignored fields that are listed
+MAX_CALL_CHARS = 256  # characters of a call's name, and of its id
 _KNOWN: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
 _FIELDS = {"role", "content", "name"}
 _ASSISTANT_FIELDS = {"reasoning_content", "reasoning", "tool_calls", "function_call", "refusal"}
 _TOOL_FIELDS = {"tool_call_id"}
-# What else a message may hold is for others' books and is left alone; but here is something for the model to read.
+# Other fields of a message are for other servers and are ignored. These would be content for the model to read.
 _CONTENT = {"audio", "attachments", "file", "files", "image", "images", "image_url", "input_audio", "video", "videos"}
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
-# No character from which a special token's text could be made: templates render names as they are.
+# It excludes the characters of special tokens: templates render names as they are.
 _NAME = re.compile(r"[\w-]{1,64}")
 _FUNCTION = re.compile(r"[\w.-]{1,64}")
 
 
 def read_messages(value: Any, ignored: set[str] | None = None) -> tuple[Message, ...]:
-    """Read the messages of a request. Raises Rejected whose param says where, like messages[2].content[0].
+    """Read the messages of a request. Raises Rejected whose param is a path like messages[2].content[0].
 
-    ignored: takes the names of what they hold that nothing is made of, like messages.cache_control.
+    ignored: takes the names of ignored fields, like messages.cache_control.
     """
     if not isinstance(value, list):
         _wrong("messages", "must be a list of messages", value)
@@ -44,7 +44,7 @@ def read_messages(value: Any, ignored: set[str] | None = None) -> tuple[Message,
 
 
 def _plain(entry: Any) -> Message | None:
-    """A message of a role and a text, which most of a long conversation are; None if it has to be looked at."""
+    """Read a message of only a role and a text, as most of a long conversation are; None if it has other fields."""
     if type(entry) is dict and len(entry) == 2:
         role, content = entry.get("role"), entry.get("content")
         if type(role) is str and role in _KNOWN and type(content) is str:
@@ -53,11 +53,11 @@ def _plain(entry: Any) -> Message | None:
 
 
 class _Reader:
-    """Reads messages one after the other. ignored: as of read_messages."""
+    """Reads messages one after the other. ignored: as in read_messages."""
 
     def __init__(self, ignored: set[str]) -> None:
         self._ignored = ignored
-        self._calls: dict[str, str] = {}  # the names of those so far, by id
+        self._calls: dict[str, str] = {}  # names of the calls so far, by id
 
     def message(self, entry: Any, where: str) -> Message:
         if not isinstance(entry, dict):
@@ -82,7 +82,7 @@ class _Reader:
         return Message(role, content, name, self._made(entry, where))
 
     def _look_at_the_rest(self, entry: dict[str, Any], known: set[str], where: str) -> None:
-        """Refuse what is content and cannot be shown to the model, and note what else is left alone."""
+        """Refuse content that cannot be shown to the model, and note other ignored fields."""
         for key, value in entry.items():
             if key in known or value in _NOTHING:
                 continue
@@ -95,7 +95,7 @@ class _Reader:
             self._ignored.add(f"{of}.{shown(key)[1:-1]}")
 
     def _made(self, entry: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
-        """The calls of an assistant's message."""
+        """Read the calls of an assistant's message."""
         listed, old = entry.get("tool_calls"), entry.get("function_call")
         if listed is None:
             listed = []
@@ -114,7 +114,7 @@ class _Reader:
         return tuple(calls)
 
     def _result(self, entry: dict[str, Any], where: str) -> Message:
-        """The result of a call; of a function, as calls once were named, it is the last one of that name."""
+        """Read the result of a call. A result in the old form belongs to the last call of that function."""
         content = self._content(entry.get("content"), "tool", f"{where}.content")
         name = _name(entry, f"{where}.name", _FUNCTION)
         if entry["role"] == "function":
@@ -170,9 +170,9 @@ def _function(id_: str, function: Any, where: str) -> ToolCall:
     name, arguments = _short(function.get("name"), f"{where}.name"), function.get("arguments")
     if arguments is None:
         arguments = ""
-    elif isinstance(arguments, dict):  # as Ollama has it
+    elif isinstance(arguments, dict):  # Ollama's form
         arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not isinstance(arguments, str):  # what is no JSON is an answer that was cut, and is told as it is
+    elif not isinstance(arguments, str):  # invalid JSON comes from an answer that was cut off, and is kept
         _wrong(f"{where}.arguments", "must be a string, JSON in it", arguments)
     return ToolCall(id_, name, arguments)
 
@@ -186,7 +186,7 @@ def _short(text: Any, where: str) -> str:
 
 
 def _refusal(entry: dict[str, Any], where: str) -> str:
-    """What an assistant said that refused to answer: it has no content then."""
+    """Return the text of an assistant that refused to answer: such a message has no content."""
     refusal = entry.get("refusal")
     if not isinstance(refusal, str | None):
         _wrong(f"{where}.refusal", "must be a string", refusal)
@@ -194,7 +194,7 @@ def _refusal(entry: dict[str, Any], where: str) -> str:
 
 
 def _with_reasoning(reasoning: Any, content: str, where: str) -> str:
-    """Reasoning that a client keeps apart goes back to where the model wrote it: templates find it there."""
+    """Return the content with a client's separate reasoning put back before it, where templates expect it."""
     if reasoning is None or reasoning == "":
         return content
     if not isinstance(reasoning, str):

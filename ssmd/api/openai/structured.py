@@ -49,7 +49,7 @@ class StructuredOutputs(StrictModel):
 
 
 class Structured(StrictModel):
-    """The fields of a body that say what the answer has to be."""
+    """The fields of a body that constrain the answer."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -85,7 +85,7 @@ def grammar_of(body: Structured) -> Grammar | None:
     ask("grammar", body.grammar or None, of_grammar)
     if len(asked) > 1:
         said = " and ".join(asked)
-        raise Rejected(f"{said} both say what the answer has to be; send one", code="invalid_value", param=[*asked][1])
+        raise Rejected(f"{said} both constrain the answer; send one", code="invalid_value", param=[*asked][1])
     return next((make(param) for param, make in asked.items()), None)
 
 
@@ -112,9 +112,9 @@ def of_schema(schema: Any, param: str) -> Grammar:
         try:
             schema = parse_object(schema.encode())
         except Rejected as err:
-            raise _wrong(param, f"is no JSON schema: {err.message.removeprefix('the request body ')}") from None
+            raise _wrong(param, f"is not a JSON schema: {err.message.removeprefix('the request body ')}") from None
     if not isinstance(schema, dict):
-        raise _wrong(param, f"is no JSON schema (got {shown(schema)}); that is an object")
+        raise _wrong(param, f"is not a JSON schema (got {shown(schema)}); that is an object")
     return _grammar({"json_schema": closed(schema) | {"x-guidance": _COMPACT}}, param)
 
 
@@ -145,8 +145,8 @@ def of_grammar(text: str, param: str) -> Grammar:
         return Grammar(held(any_to_lark(text)), param)
     except RecursionError:
         raise _wrong(param, "is nested too deeply") from None
-    except Exception as err:  # it raises plain ones
-        raise _wrong(param, f"is no grammar in GBNF or Lark: {str(err)[:200]}") from None
+    except Exception as err:  # the converter raises plain exceptions
+        raise _wrong(param, f"is not a grammar in GBNF or Lark: {str(err)[:200]}") from None
 
 
 def _grammar(grammar: dict[str, Any], param: str) -> Grammar:

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize, /apply-template: text to ids and back, as llama.cpp's server has them."""
+"""/tokenize, /detokenize and /apply-template: text to ids and back, as in llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DetokenizeBody(StrictModel):
 
 
 def routes(host: Host, *, strict: bool = False) -> list[Route]:
-    """The endpoints, for `app.create_app`. strict: the setting."""
+    """Return the endpoints, for `app.create_app`. strict: the setting."""
     words = _Words(host, strict=strict)
     return [
         Route("/tokenize", words.tokenize, methods=["POST"]),
@@ -59,7 +59,7 @@ class _Words:
         }
 
     async def tokenize(self, http: HttpRequest) -> JSONResponse:
-        """Ids of a text; with_pieces: and what each stands for, as bytes where it is only a part of a character."""
+        """Answer with the ids of a text. with_pieces: also the text of each, or its bytes for a part of a character."""
         fields, ignored = await self._sorted(TokenizeBody, http)
         body = validate(TokenizeBody, fields)
 
@@ -82,7 +82,7 @@ class _Words:
         return await self._answer(http, body.model, work, ignored)
 
     async def detokenize(self, http: HttpRequest) -> JSONResponse:
-        """The text of ids."""
+        """Answer with the text of ids."""
         fields, ignored = await self._sorted(DetokenizeBody, http)
         body = validate(DetokenizeBody, fields)
 
@@ -92,7 +92,7 @@ class _Words:
         return await self._answer(http, body.model, work, ignored)
 
     async def apply_template(self, http: HttpRequest) -> JSONResponse:
-        """Answer with the prompt's text that the template makes of a chat's messages."""
+        """Answer with the prompt's text that the template renders from a chat's messages."""
         fields, ignored = await self._sorted(ChatBody, http)
         name = fields.get("model")
         model = await asyncio.to_thread(self._find, name) if name is None else None
@@ -129,7 +129,7 @@ class _Words:
         return JSONResponse(found, headers={IGNORED: ", ".join(ignored)} if ignored else {})
 
     def _find(self, name: str | None) -> Model:
-        """The model of that name; without one the only one there is, or the one that is loaded. Raises Rejected."""
+        """Return the model of that name; without a name the only one there is, or the one loaded. Raises Rejected."""
         if name is not None:
             return self._host.shelf.find(name)
         names = sorted({model.name for model in self._host.shelf.models() if model.found.manifest is not None})

@@ -1,4 +1,4 @@
-"""A client's `tools` and template variables, checked: what a request tells the chat template beside its messages."""
+"""A client's `tools` and template variables, checked: the input of the chat template beside the messages."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ssmd.engine.terms import Rejected
 from ssmd.text.calls.tool_choice import ToolChoice
 from ssmd.text.template import NOTHING_MORE, OWN, Given
 
-MAX_TOOLS = 128  # as OpenAI has it: more than these no model can tell apart
+MAX_TOOLS = 128  # as in OpenAI's API: no model can tell more apart
 MAX_VARIABLES = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-_NO_ARGUMENTS = {"type": "object", "properties": {}}  # what leaving the parameters out means
-# Names of one thing each for the template, as other servers have them on top.
+_NO_ARGUMENTS = {"type": "object", "properties": {}}  # the meaning of missing parameters
+# Variables of the template that other servers accept as fields of the request.
 ALIASES = ("enable_thinking", "reasoning_effort")
 
 _PARAM = "tool_choice"
 
 
 def read_given(fields: Mapping[str, Any]) -> Given:
-    """Read what of a request's fields the chat template is given. Raises Rejected whose param says where."""
+    """Read the chat template's input from a request's fields. Raises Rejected whose param is a path."""
     tools = _tools(fields.get("tools"), "tools")
     functions = fields.get("functions")
     if functions and tools:
@@ -46,7 +46,7 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     tools = tuple(_tool(tool, f"{where}[{i}]") for i, tool in enumerate(value))
     named: dict[str, Any] = {}
     for i, tool in enumerate(tools):
-        if named.setdefault(tool["function"]["name"], tool) != tool:  # whose schema would a call be valid by
+        if named.setdefault(tool["function"]["name"], tool) != tool:  # a call's schema would be ambiguous
             at = f"{where}[{i}].function.name"
             _wrong(at, "is the name of another tool", tool["function"]["name"])
     return tools
@@ -79,7 +79,7 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
 
 
 def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables, those of `chat_template_kwargs` before what else says the same."""
+    """Read the variables. Those of `chat_template_kwargs` override the fields of the same name."""
     given = fields.get("chat_template_kwargs")
     where = "chat_template_kwargs"
     if given is None:
@@ -92,7 +92,7 @@ def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in given:
         if name in OWN or not _VARIABLE.fullmatch(name):
             param = f"{where}.{shown(name)[1:-1]}"
-            raise Rejected(f"{param} is no name for a variable of the chat template", code="invalid_value", param=param)
+            raise Rejected(f"{param} is not a valid name of a template variable", code="invalid_value", param=param)
     if not isinstance(thinks := fields.get("enable_thinking"), bool | None):
         _wrong("enable_thinking", "must be true or false", thinks)
     if not isinstance(effort := fields.get("reasoning_effort"), str | None):
@@ -101,7 +101,7 @@ def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The fields of a request, as errors name them, that are a variable of the chat template, and its name."""
+    """Return the fields of a request that set a variable of the chat template, each with the variable's name."""
     given = fields.get("chat_template_kwargs") or {}
     plain = {name: name for name in ALIASES if fields.get(name) is not None}
     return plain | {f"chat_template_kwargs.{name}": name for name, value in given.items() if value is not None}
@@ -126,7 +126,7 @@ def read_tool_choice(value: Any, parallel: Any, tools: Sequence[Mapping[str, Any
 
 
 def _named(value: Any, tools: Sequence[Mapping[str, Any]]) -> str:
-    """The tool that has to be called."""
+    """Return the name of the tool that must be called."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or value.get("type", "function") != "function":
         about = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'

@@ -1,4 +1,4 @@
-"""/metrics for Prometheus and /ssmd/v1/metrics, the same in JSON for screens; docs/metrics.md has the fields."""
+"""/metrics for Prometheus and /ssmd/v1/metrics, the same in JSON for screens. docs/metrics.md has the fields."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def routes(host: Host, store: Store | None, pulling: Pulls, stall_s: float) -> l
         nonlocal counted_at
         if store is None:
             return
-        with contextlib.suppress(StoreError):  # numbers are wanted most where something is wrong
+        with contextlib.suppress(StoreError):  # metrics are needed most when something is wrong
             host.metrics.stored_bytes(await asyncio.to_thread(store.bytes_stored), store.quota)
             if time.monotonic() - counted_at >= AGED_S:
                 counted_at = time.monotonic()
@@ -88,7 +88,7 @@ def _seen_by(domain: Domain, snapshot: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Pace(StrictModel):
-    """Query parameters: seconds between two events while the state stays the same."""
+    """Query parameters. interval: seconds between two events while the state stays the same."""
 
     model_config = ConfigDict(strict=False)  # query parameters are text
     interval: Annotated[float, Field(ge=PERIOD_S, le=MOST_S)] = PERIOD_S
@@ -157,7 +157,7 @@ class _Stream:
                 await asyncio.sleep(PERIOD_S)
             await stream.close()
         except sse.Stalled:
-            log.info("one who listens to the metrics has not read for %.0f s, given up", self._stall_s)
+            log.info("a listener of the metrics has not read for %.0f s, given up", self._stall_s)
         finally:
             leaving.cancel()
             self._listeners.discard(mine)

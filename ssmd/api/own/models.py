@@ -1,4 +1,4 @@
-"""/v1/models: what this daemon serves; and /ssmd/v1/models: what of that is loaded, loading it, letting it go."""
+"""/v1/models lists the models that this daemon serves. /ssmd/v1/models shows their state, loads and unloads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = "/ssmd/v1/models"
 
 
 class Changes(StrictModel):
-    """What of a model can be set."""
+    """The settings of a model that a request can change."""
 
     pinned: bool
 
@@ -41,7 +41,7 @@ class _Models:
         self._host = host
 
     async def listing(self, request: Request) -> JSONResponse:
-        """A model for each name, which stands for the fastest usable runtime, and each of several runtimes."""
+        """List a model for each name, which stands for the fastest usable runtime, and one for each of its runtimes."""
         return JSONResponse({"object": "list", "data": await asyncio.to_thread(self._listed)})
 
     async def one(self, request: Request) -> JSONResponse:
@@ -60,7 +60,7 @@ class _Models:
         return JSONResponse(self._host.row(model))
 
     async def load(self, request: Request) -> JSONResponse:
-        """Load a model and answer when it is loaded. Raises Rejected with the reason why it is not."""
+        """Load a model, and answer when it is loaded. Raises Rejected with the reason if it is not."""
         model = await self._find(request)
         future = self._host.load(model)
         try:
@@ -121,7 +121,7 @@ def _entry(id_: str, model: Model) -> dict[str, Any]:
 
 
 def _context(tokens: int | None, vocabulary: int) -> dict[str, Any]:
-    """A model's context by the names that clients look for, of OpenRouter, vLLM, llama.cpp; {} if it has no end."""
+    """Return a model's context under the names of OpenRouter, vLLM and llama.cpp; {} if it is unbounded."""
     if tokens is None:
         return {}
     return {"context_length": tokens, "max_model_len": tokens, "meta": {"n_ctx": tokens, "n_vocab": vocabulary}}

@@ -1,4 +1,4 @@
-"""/ and /page/…: the page that people see, from files that are read once; no key is needed but for what it asks."""
+"""/ and /page/…: the web page, from files that are read once. No key is needed for them, only for its requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ALWAYS = {
 
 
 class PageError(RuntimeError):
-    """The page's files are not where they should be."""
+    """The page's files are missing."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _File:
 
 
 class Page:
-    """All files of the page by their paths. Nothing that a request says is ever made into a name of a file."""
+    """All files of the page by their paths. No part of a request is ever used as a file name."""
 
     def __init__(self, files: Mapping[str, _File]) -> None:
         self._files = files
@@ -81,12 +81,12 @@ class Page:
 
     @property
     def paths(self) -> frozenset[str]:
-        """The paths that are served."""
+        """Return the paths that are served."""
         return frozenset(self._files)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file, as it is sent."""
+        """Return the bytes of each file, as sent."""
         return {path: len(file.content) for path, file in self._files.items() if path != "/"}
 
     def routes(self) -> list[Route]:
@@ -106,7 +106,7 @@ def _folder() -> Traversable:
 
 
 def _walk(folder: Traversable, within: str) -> Iterator[tuple[str, Traversable]]:
-    """Every file that can be sent, and its name below the folder; licences and what is told of vendored files stay."""
+    """Yield each file that can be sent, and its name below the folder. Licences and notes of vendored code are not."""
     for entry in folder.iterdir():
         if entry.is_dir():
             yield from _walk(entry, f"{within}{entry.name}/")

@@ -1,5 +1,6 @@
-"""/ssmd/v1/pulls, /ssmd/v1/catalog and /ssmd/v1/runtimes: the models that ssmd knows by name, pulling one while the
-daemon runs, and which runtimes and devices can be used here, as `ssmd doctor` finds out.
+"""/ssmd/v1/pulls, /ssmd/v1/catalog and /ssmd/v1/runtimes: models that ssmd knows by name, and their pulls.
+
+The runtimes are those, with their devices, that can be used here, as `ssmd doctor` finds them.
 """
 
 from __future__ import annotations
@@ -122,13 +123,13 @@ def _check(wanted: Wanted) -> None:
 
 
 def _runtimes_of(name: str) -> list[str]:
-    """The runtimes that `ssmd pull` makes a model of this name for."""
+    """List the runtimes for which `ssmd pull` makes a model of this name."""
     made = [runtime for runtime in catalog.CLASSES if name in catalog.names(runtime)]
     return [*made, *([PACKS] if PACKS in runtime_names() else [])]
 
 
 def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each model, as this computer can use it. found: the rows of its runtimes."""
+    """Return a row for each model, as this computer can use it. found: the rows of its runtimes."""
     there = [(model.name, model.found.manifest) for model in host.shelf.models()]
     entries = []
     for name in catalog.names():
@@ -156,7 +157,7 @@ def _bytes(name: str, runtime: str) -> int | None:
 
 @cache
 def _about(name: str) -> tuple[str, str]:
-    """(family, name on the hub) of a model, which stand in its graph."""
+    """Return (family, name on the hub) of a model, from its graph."""
     header = StrippedGraph.open(next(catalog.SHIPPED.glob(f"{name}@*{catalog.SUFFIX}"))).header
     return header.family, header.origin
 
@@ -218,5 +219,5 @@ def _fields(found: Found) -> dict[str, Any]:
 
 
 def without_paths(problem: str) -> str | None:
-    """A reason without the paths in it, None for none."""
+    """Return a reason without the paths in it; None if it is empty."""
     return _PATH.sub("…", problem) or None

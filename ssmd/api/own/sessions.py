@@ -37,13 +37,13 @@ ROOT = "/ssmd/v1/sessions"
 BODY_LIMITS: Mapping[str, int] = {f"{ROOT}/import": 4 << 30}
 Result = TypeVar("Result")
 _SCRATCH = ".transfer-"
-MAX_SEARCH = 200  # characters
+MAX_SEARCH = 200  # characters of a search
 MAX_WORDS = 10
-SEARCH_S = 1.0  # about how long one request may look; who asks goes on from there
+SEARCH_S = 1.0  # about how long one request may search; the client continues from there
 _USAGE = ("cached_tokens", "completion_tokens", "resume", "ttft_ms", "prefill_ms", "restore_ms")
-_THREADS = 4  # chat has others: a store that is busy with this must not keep it waiting
+_THREADS = 4  # chat has others, so that a busy store does not keep it waiting
 
-LEAST_BYTES = 1 << 20  # in READ_TIMEOUT_S
+LEAST_BYTES = 1 << 20  # bytes of a file that a client must send or take within READ_TIMEOUT_S
 
 log = logging.getLogger(__name__)
 MOST = 16
@@ -69,16 +69,16 @@ class ForkBody(StrictModel):
 
 
 class _Page(StrictModel):
-    """Query parameters: a part of a list, as OpenAI's lists are parted."""
+    """Query parameters of a part of a list, as in OpenAI's lists."""
 
-    model_config = ConfigDict(strict=False)  # they are text
+    model_config = ConfigDict(strict=False)  # query parameters are text
     limit: Annotated[int, Field(ge=1, le=1000)] = 100
     after: Id | None = None
     search: Annotated[str, Field(max_length=MAX_SEARCH)] = ""
 
 
 class Changes(StrictModel):
-    """What of a session can be set. title: null for the one that it would have of itself."""
+    """The settings of a session that a request can change. title: null restores the default title."""
 
     pinned: bool = False
     title: str | None = None
@@ -97,7 +97,7 @@ class _Sessions:
         self._kept = store
         self._reading = Reading(host.runs_others, _THREADS)
         self._downloads = Downloads()
-        # By a process that was killed: what it took in or was to send, and with another point what it was writing.
+        # Left by a process that was killed: files that it received or was to send, or had not finished (`.tmp`).
         for left in () if store is None else store.file.parent.glob(f"*{_SCRATCH}*"):
             left.unlink(missing_ok=True)
 
@@ -170,7 +170,7 @@ class _Sessions:
             return PassingFile(file, held.pop_all(), f"{wanted}.ssmd")
 
     async def import_(self, request: Request) -> JSONResponse:
-        """The body is the file; it is on disk before anything of it is believed."""
+        """Import a session from the body. The file is written to disk before it is checked."""
         store = self._store(request)
         believe = _choice(request, "reread", {"true": False, "false": True}, "false")
         file = _scratch(store)
@@ -188,13 +188,14 @@ class _Sessions:
         return JSONResponse({**_entry(session), **told}, 201)
 
     def _local(self) -> dict[str, Local]:
-        """The models here that states may be for, by lineage."""
+        """Return the installed models that states may be for, by lineage."""
         manifests = [(model.name, model.found.manifest) for model in self._shelf.models()]
         return {m.lineage: Local(name, m.spec, m.vocabulary) for name, m in manifests if m is not None}
 
     async def _ask(self, request: Request, work: Callable[[], Result], nbytes: int = 0) -> Result:
-        """Run what blocks on the store, or reads a body so long, in a thread, when it is the client's turn; its errors
-        become Rejected, but those of a file's contents.
+        """Run work that blocks on the store, or reads a long body, in a thread, when it is the client's turn.
+
+        Its errors become Rejected, but those of a file's contents.
         """
         try:
             return await self._reading.run(work, client_of(request), nbytes)
@@ -224,7 +225,7 @@ def _session_id(request: Request) -> str:
 def _choice(request: Request, name: str, choices: Mapping[str, Result], default: str) -> Result:
     """Return the choice that the query parameter `name` selects. Raises Rejected; any other parameter is refused."""
     if strangers := set(request.query_params) - {name}:
-        raise Rejected(f"{shown(min(strangers))} is no parameter here; {name} is", code="unknown_parameter")
+        raise Rejected(f"{shown(min(strangers))} is not a parameter here; {name} is", code="unknown_parameter")
     given = request.query_params.getlist(name) or [default]
     if len(given) > 1 or given[0] not in choices:
         raise Rejected(f"{name} must be one of {', '.join(choices)}", code="invalid_value", param=name)
@@ -232,12 +233,12 @@ def _choice(request: Request, name: str, choices: Mapping[str, Result], default:
 
 
 def _scratch(store: Store) -> Path:
-    """A file beside the database: private like it, and on the disk that has room for what it holds."""
+    """Return the path of a new file beside the database: private like it, and on the disk that has the space."""
     return store.file.parent / f"{_SCRATCH}{secrets.token_hex(8)}.ssmd"
 
 
 def _entry(session: Session) -> dict[str, Any]:
-    """`bytes`: of its checkpoints, `own_bytes` of which no other session needs. Times in seconds since 1970."""
+    """Describe a session. `bytes`: of its checkpoints; no other one needs `own_bytes` of them. Times: s since 1970."""
     return {
         "id": session.id,
         "object": "session",
@@ -257,7 +258,7 @@ def _entry(session: Session) -> dict[str, Any]:
 
 
 def _turn(turn: Turn, usage: Mapping[str, Any] | None) -> dict[str, Any]:
-    """One exchange: what was asked since the parent's answer, and the answer. usage: what that took."""
+    """Describe one exchange: the input since the parent's answer, and the answer. usage: of the answer."""
     return {
         "id": turn.id,
         "parent": turn.parent,
@@ -275,9 +276,9 @@ def _turn(turn: Turn, usage: Mapping[str, Any] | None) -> dict[str, Any]:
 async def write_body(
     request: Request, file: Path, *, within_s: float = READ_TIMEOUT_S, spare: int = SPARE_BYTES
 ) -> None:
-    """Write the body into a new private file. It is to be stored after that, so its size must be free twice.
+    """Write the body into a new private file. It is stored after that, so its size must be free twice.
 
-    Raises Rejected, with 507 where there is no room for it, with 408 when `LEAST_BYTES` take longer than `within_s`.
+    Raises Rejected: 507 if there is no room for it, 408 if `LEAST_BYTES` take longer than `within_s`.
     """
     parts, left_s, seen = aiter(request.stream()), within_s, 0
     try:
@@ -313,14 +314,14 @@ def _late(within_s: float) -> Rejected:
 
 
 class Downloads:
-    """Files that are made or sent, of each client. In the event loop only."""
+    """Files that are made or sent, by client. In the event loop only."""
 
     def __init__(self) -> None:
         self._of: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def one(self, client: str) -> Iterator[None]:
-        """Count a file of a client, until it is gone. Raises Rejected, with 503 where there are too many."""
+        """Count a file of a client until it is removed. Raises Rejected (503) if there are too many."""
         if self._of[client] >= MOST_OF_ONE or self._of.total() >= MOST:
             raise Rejected(
                 f"{self._of[client]} files are on their way to this client, {self._of.total()} to all, of at most "
@@ -338,9 +339,9 @@ class Downloads:
 
 
 class PassingFile(FileResponse):
-    """A file that is gone after it was sent, or could not be, and what is held for it with it.
+    """A file that is removed after it was sent, or could not be sent. Then `held` is closed too.
 
-    A client that takes less than `LEAST_BYTES` of it within `within_s` is given up.
+    A client that takes less than `LEAST_BYTES` of it within `within_s` is disconnected.
     """
 
     def __init__(

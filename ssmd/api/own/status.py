@@ -20,15 +20,15 @@ from ssmd.api.http.keys import caller_of
 from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejected
 
-# Said to whoever asks, so without a path.
+# For any client, also without a key, so without a path.
 _ADVICE = {
-    "disk_full": "the disk is full: of turns only the text is kept, or nothing; free some space, or remove sessions "
-    "with `ssmd session rm`",
+    "disk_full": "the disk is full: turns are stored without their states, or not at all; free some space, or remove "
+    "sessions with `ssmd session rm`",
     "locked": "another process writes to the session store and does not end: turns are not stored",
     "damaged": "the session store is damaged, and turns are not stored: stop the daemon, then `ssmd session check "
     "--repair`",
     "replaced": "the session store's file was removed or replaced while the daemon used it, and turns are not stored: "
-    "put back the files that were there, or restart the daemon to go on with those that are there now",
+    "put the old files back, or restart the daemon to use the present ones",
     "late": "the disk is too slow: turns are stored without their states, or not at all",
     "error": "turns are not stored: the daemon's log says why",
 }
@@ -59,7 +59,7 @@ def routes(host: Host) -> list[Route]:
 
 
 def _described() -> dict[str, Any]:
-    from ssmd.api.operations import OPERATIONS  # which imports this
+    from ssmd.api.operations import OPERATIONS  # which imports this module
 
     served = [
         (method, path) for (method, path), one in OPERATIONS.items() if path.startswith("/v1/") and one.good < 300
@@ -89,7 +89,7 @@ def stop_routes(stop: Callable[[], None]) -> list[Route]:
                 status=403,
                 code="own_token_needed",
             )
-        log.info("`ssmd stop` was said: finishing what runs")
+        log.info("`ssmd stop` was called: finishing running requests")
         return JSONResponse({"status": "shutting_down"}, 202, background=BackgroundTask(begin))
 
     return [Route("/ssmd/v1/stop", answer, methods=["POST"])]

@@ -1,4 +1,4 @@
-"""/ssmd/v1/tickets: hand on rights without the key. A caller makes a ticket; another client redeems it once."""
+"""/ssmd/v1/tickets: rights without the key. A caller makes a ticket; another client redeems it once."""
 
 from __future__ import annotations
 

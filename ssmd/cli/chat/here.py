@@ -1,4 +1,4 @@
-"""A daemon for one command, in its own process: what `ssmd run` talks to where none runs."""
+"""A daemon for one command, in its own process: the peer of `ssmd run` where none runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ssmd.server import FLUSH_S, LINGER_S, SWITCH_S
 
 @contextlib.contextmanager
 def serving_here(settings: Settings, model: str | None, *, keep: bool) -> Iterator[Address]:
-    """Serve in a thread, to this process alone: where. No signal is taken from the process.
+    """Serve in a thread, for this process alone, and yield the address. It handles no signals.
 
-    Raises what `open_host` raises.
+    Raises the errors of `open_host`.
     """
     sys.setswitchinterval(SWITCH_S)
     token = secrets.token_urlsafe(32)
@@ -53,13 +53,13 @@ def serving_here(settings: Settings, model: str | None, *, keep: bool) -> Iterat
         try:
             yield address
         finally:
-            host.shutdown(0)  # first, so that who still reads an answer hears its end
+            host.shutdown(0)  # first, so that a client that still reads an answer gets its end
             server.should_exit = True
             thread.join(FLUSH_S + LINGER_S)
 
 
 def _listen(held: contextlib.ExitStack, token: str) -> tuple[socket.socket, Address]:
-    """A socket in a new folder that is this user's alone; where there are none, a free port of the loopback."""
+    """Open a socket in a new folder that only this user can enter; without Unix sockets, a free port of loopback."""
     pid, now = os.getpid(), time.time()
     if sys.platform != "win32":
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="ssmd-")))  # of mode 0700

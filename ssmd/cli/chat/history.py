@@ -1,4 +1,4 @@
-"""What was typed in chats before, in a file that this user alone can read. Imports prompt_toolkit, which is heavy."""
+"""The messages typed in earlier chats, in a file of this user alone. Imports prompt_toolkit, which is heavy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MAX_BYTES = 1 << 20
 
 
 class Kept(History):
-    """Messages of this chat and of those before. problem: why no more is written to the file, or "".
+    """The messages of this chat and of earlier ones. problem: why no more is written to the file, or "".
 
-    Entries are as prompt_toolkit's FileHistory has them: `# when`, and each line behind a plus.
+    Entries have the form of prompt_toolkit's FileHistory: `# time`, then each line after a plus.
     """
 
     def __init__(self, file: Path | None) -> None:
-        """file: None: nothing is kept. One that cannot be read or written is a problem, and is left alone."""
+        """Read the file; None stores nothing. An unreadable or unwritable file is a problem, and is left as it is."""
         super().__init__()
         self.problem = ""
         self._file = file
@@ -49,17 +49,17 @@ class Kept(History):
 
     def _give_up(self, err: OSError) -> None:
         why = "it is a link" if err.errno == errno.ELOOP else err.strerror or err
-        self.problem = f"what is typed is not kept for later chats: {self._file}: {why}"
+        self.problem = f"messages are not kept for later chats: {self._file}: {why}"
         self._file = None
 
 
 def _opened(file: Path, flags: int) -> int:
-    """The file, which is there from then on, and this user's alone. Raises OSError for every other, at once."""
+    """Open the file, made if needed, for this user alone. Raises OSError at once if it is not a regular, own file."""
     descriptor = os.open(file, flags | os.O_CREAT | privatefile.NOFOLLOW, 0o600)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise PermissionError("it is no regular file")
+            raise PermissionError("it is not a regular file")
         if privatefile.of_another_user(found):
             raise PermissionError(f"it belongs to user {found.st_uid}")
         privatefile.close_to_others(descriptor)
@@ -70,7 +70,7 @@ def _opened(file: Path, flags: int) -> int:
 
 
 def _shortened(file: Path) -> bytes:
-    """What the file holds; where that is long its older half goes. Raises OSError."""
+    """Return the file's contents. Of a long file the older half is removed. Raises OSError."""
     with os.fdopen(_opened(file, os.O_RDWR), "r+b") as opened:
         if os.fstat(opened.fileno()).st_size <= MAX_BYTES:
             return opened.read(MAX_BYTES)
@@ -85,7 +85,7 @@ def _shortened(file: Path) -> bytes:
 
 
 def _entries(text: bytes) -> Iterator[str]:
-    """The oldest first."""
+    """Yield the entries, the oldest first."""
     lines: list[str] = []
     for line in [*text.decode(errors="replace").split("\n"), ""]:
         if line.startswith("+"):

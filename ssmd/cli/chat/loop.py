@@ -30,9 +30,9 @@ _LISTED = 20
 
 @dataclass
 class Chat:
-    """A talk with who types. stats: tell of each answer what it took. as_json: each answer is an object.
+    """A chat with a user. stats: print the usage after each answer. as_json: print each answer as an object.
 
-    listed: the ids of the sessions that were shown last, for whoever names one by its number.
+    listed: ids of the sessions shown last, so that the user can give a session's number.
     """
 
     talk: Talk
@@ -40,7 +40,7 @@ class Chat:
     stats: bool = False
     as_json: bool = False
     listed: list[str] = field(default_factory=list)
-    _default: str = ""  # what stands at the next prompt already
+    _default: str = ""  # text that the next prompt begins with
     _editing: bool = False
 
     def run(self) -> None:
@@ -65,7 +65,7 @@ class Chat:
             typer.echo(f"session {session}; continue with: ssmd run --session {session} (or -c)", err=True)
 
     def _take(self, text: str) -> None:
-        """Do what was typed: a command, or a message."""
+        """Run the typed command, or send the typed message."""
         editing, self._editing = self._editing, False
         message = terminal.unquoted(text)
         if message is None and text.startswith("/") and not text.startswith("//"):
@@ -88,7 +88,7 @@ class Chat:
             typer.echo(f"error: {plain(str(err))}", err=True)
 
     def edit(self, text: str) -> None:
-        """Have a message at the next prompt that takes the place of the last one."""
+        """Put a text into the next prompt; the message sent from there replaces the last one."""
         self._default, self._editing = _typed(text), True
 
     def ask(self, how: Callable[[Show], Said], message: str = "") -> None:
@@ -122,20 +122,20 @@ class Chat:
     def _failed(self, err: DaemonError, message: str) -> None:
         if err.code == "session_not_found":
             self.talk.session = None
-            err = DaemonError("the session was removed; what was said goes on in a new one")
+            err = DaemonError("the session was removed; the conversation continues in a new one")
         again = "; your message is kept: Enter sends it again" if message else ""
         self._default = _typed(message)
         typer.echo(f"error: {plain(str(err))}{again}", err=True)
 
 
 def _typed(message: str) -> str:
-    """A message as it is typed: one that begins with a slash is no command."""
+    """Return a message as it has to be typed, so that a leading slash does not make it a command."""
     return f"/{message}" if message.startswith("/") else message
 
 
 @contextlib.contextmanager
 def interruptible(talk: Talk) -> Iterator[list[int]]:
-    """Ctrl-C stops the answer, wherever it comes; the list tells whether it did."""
+    """Let Ctrl-C stop the answer at any moment. The yielded list is not empty if it was pressed."""
     came: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
@@ -167,13 +167,14 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def as_json(said: Said) -> str:
-    """An answer as one object in one line."""
+    """Format an answer as one object in one line."""
     return json_text({"text": said.text, "session": said.session, "usage": said.usage})
 
 
 def notes(talk: Talk, said: Said, before: Room | None = None, more: str = "") -> Iterator[str]:
-    """Yield notes on the context after an answer. before: the room after the previous answer. more: the command that
-    continues an answer.
+    """Yield notes on the context after an answer.
+
+    before: the room after the previous answer. more: the command that continues an answer.
     """
     room, unread = talk.room, 0 if before is None else before.unread
     first = talk.first_read()
@@ -186,10 +187,10 @@ def notes(talk: Talk, said: Said, before: Room | None = None, more: str = "") ->
         )
     elif room.left < ROOM * room.context and (before is None or before.left >= ROOM * before.context):
         left = f"{room.left:,} of {room.context:,} tokens are left"
-        yield f"(the context is {100 * (1 - room.left / room.context):.0f} % full, {left}; then the oldest messages go)"
+        yield f"(the context is {100 * (1 - room.left / room.context):.0f} % full, {left}; then old messages drop out)"
     if said.finish == "length" and more:
         why = talk.ended()
-        yield f"(cut: {why})" if why else f"(cut at its longest; {more} goes on with it)"
+        yield f"(cut: {why})" if why else f"(cut at its limit; {more} continues it)"
 
 
 def stats_line(said: Said) -> str:
@@ -209,7 +210,7 @@ def stats_line(said: Said) -> str:
 
 
 class Over(Exception):
-    """The chat is to end."""
+    """The end of the chat."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ def _sessions(chat: Chat, argument: str) -> None:
 
 
 def _go_to(chat: Chat, given: str) -> None:
-    """By its id, the beginning of that, or its number in the list."""
+    """Go to a session by its id, the beginning of that, or its number in the list."""
     if given.isdecimal() and len(given) < 4:
         if not chat.listed:
             chat.listed = [one["id"] for one in chat.talk.daemon.last_sessions(_LISTED)]
@@ -326,24 +327,24 @@ def _system(chat: Chat, argument: str) -> None:
     if argument:
         chat.talk.instruct("" if argument == '""' else argument.strip('"'))
     system = chat.talk.system
-    none = 'there is no system prompt; /system TEXT sets one, /system "" takes it away'
+    none = 'there is no system prompt; /system TEXT sets one, /system "" removes it'
     typer.echo(none if system is None else plain(system, lines=True))
 
 
 def _set(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if not name:
-        for line in chat.talk.manner.lines():
+        for line in chat.talk.options.lines():
             typer.echo(line)
         return
     if not value.strip():
         raise ValueError(f"/set {name} needs a value, or default")
-    chat.talk.manner = chat.talk.manner.changed(name, value.strip())
+    chat.talk.options = chat.talk.options.changed(name, value.strip())
 
 
 def _stats(chat: Chat, argument: str) -> None:
     chat.stats = not chat.stats
-    typer.echo(f"each answer tells what it took: {'yes' if chat.stats else 'no'}")
+    typer.echo(f"usage after each answer: {'yes' if chat.stats else 'no'}")
 
 
 def _model(chat: Chat, argument: str) -> None:
@@ -361,16 +362,16 @@ def _quit(chat: Chat, argument: str) -> None:
 
 
 def _kept(chat: Chat, *, begun: bool = False) -> str:
-    """The session; begun: one that there is already. Raises ValueError."""
+    """Return the session's id, or "". begun: it must be stored already. Raises ValueError."""
     if not chat.talk.keep:
-        raise ValueError("nothing is kept: this chat was begun with --no-store")
+        raise ValueError("nothing is stored: this chat was started with --no-store")
     if begun and chat.talk.session is None:
-        raise ValueError("nothing is kept of this chat yet; say something first")
+        raise ValueError("this chat is not stored yet; send a message first")
     return chat.talk.session or ""
 
 
 def _asked(chat: Chat) -> str:
-    """What was asked last. Raises ValueError."""
+    """Return the last question. Raises ValueError if there is none."""
     asked = chat.talk.last_question()
     if asked is None:
         raise ValueError("nothing was asked yet")
@@ -388,11 +389,11 @@ COMMANDS: dict[str, Command] = {
     "tree": Command(_tree, "", "the turns and branches of this session"),
     "fork": Command(_fork, "[TURN]", "go on in a new session that begins at a turn"),
     "regen": Command(_regen, "", "another answer, beside the last one"),
-    "more": Command(_more, "", "go on with an answer that was cut at its longest, or stopped"),
+    "more": Command(_more, "", "continue an answer that was cut at its limit, or stopped"),
     "edit": Command(_edit, "", "ask something else in place of the last message: a branch"),
     "system": Command(_system, "[TEXT]", "show or set the system prompt"),
     "set": Command(_set, "[NAME VALUE]", "show or set temperature and the like; VALUE default undoes it"),
-    "stats": Command(_stats, "", "tell of each answer what it took, or no longer"),
+    "stats": Command(_stats, "", "show or hide the usage after each answer"),
     "model": Command(_model, "[NAME]", "show or change the model; the conversation goes on"),
     "quit": Command(_quit, "", "end the chat (also /bye, /exit, Ctrl-D)"),
 }

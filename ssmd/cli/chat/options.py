@@ -1,38 +1,37 @@
-"""How answers are to be: the sampling, the stops and the length that a person asks for, by option or by `/set`."""
+"""Options of a chat in the terminal: sampling, stop texts and keep-alive, set on the command line or by `/set`."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ssmd.machine.duration import parse_duration
-from ssmd.model.defaults import OPTIONS, Option
+from ssmd.machine.spelling import did_you_mean, shown
+from ssmd.model.defaults import OPTIONS, Option, full_name
+
+NAMES = (*OPTIONS, "seed", "stop", "keep_alive")
+_SEED = Option(-(2**63), 2**63 - 1, whole=True)
 
 
 @dataclass(frozen=True)
-class Manner:
-    """Holds fields of a request; None stands for the model's or the daemon's default. Raises ValueError naming the
-    field and its value.
+class ChatOptions:
+    """The fields of requests that a user set. Others have the model's or the daemon's default.
+
+    Raises ValueError that names the field and its value.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)  # by names of OPTIONS
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    max_tokens: int | None = None
     keep_alive: str | None = None
 
     def __post_init__(self) -> None:
-        for name, option in _NUMBERS.items():
-            if (value := getattr(self, name)) is not None:
-                option.checked(name, value)
-        if self.top_p == 0:
-            raise ValueError(f"top_p is {self.top_p}, expected more than 0")
+        for name, value in self.sampling.items():
+            OPTIONS[name].checked(name, value)
+        if self.seed is not None:
+            _SEED.checked("seed", self.seed)
         if not all(self.stop):
             raise ValueError("stop is empty, expected a text")
         if self.keep_alive is not None:
@@ -44,40 +43,39 @@ class Manner:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a chat completion's body that the user set."""
-        sent = {name: value for name in NAMES if (value := getattr(self, name)) not in (None, ())}
-        if self.keep_alive is not None and re.fullmatch(r"-?[0-9]+", self.keep_alive):
-            sent["keep_alive"] = int(self.keep_alive)
-        return sent | ({"stop": list(self.stop)} if self.stop else {})
+        sent: dict[str, Any] = {**self.sampling}
+        if self.seed is not None:
+            sent["seed"] = self.seed
+        if self.stop:
+            sent["stop"] = list(self.stop)
+        if self.keep_alive is not None:
+            seconds = re.fullmatch(r"-?[0-9]+", self.keep_alive)
+            sent["keep_alive"] = int(self.keep_alive) if seconds else self.keep_alive
+        return sent
 
-    def changed(self, name: str, text: str) -> Manner:
-        """The same with one of them as a person writes it; `default` is what it is at first. Raises ValueError."""
+    def changed(self, name: str, text: str) -> ChatOptions:
+        """Return a copy with one field set from a user's text; `default` resets it. Raises ValueError."""
+        name = full_name(name)
         if name not in NAMES:
-            raise ValueError(f"there is no {name!r} to set; there are: {', '.join(NAMES)}")
-        if text == "default":
-            return self._with(name, getattr(Manner(), name))
-        if name not in _NUMBERS:
-            return self._with(name, (*self.stop, text) if name == "stop" else text)
-        option = _NUMBERS[name]
-        return self._with(name, option.read(name, text))
-
-    def _with(self, name: str, value: Any) -> Manner:
-        return replace(self, **{name: value})
+            meant = did_you_mean(name, NAMES)
+            raise ValueError(f"there is no {shown(name)!r} to set{meant}; there are: {', '.join(NAMES)}")
+        unset = text == "default"
+        if name in OPTIONS:
+            rest = {own: value for own, value in self.sampling.items() if own != name}
+            return replace(self, sampling=rest if unset else {**rest, name: OPTIONS[name].read(name, text)})
+        if name == "stop":
+            return replace(self, stop=() if unset else (*self.stop, text))
+        if name == "seed":
+            return replace(self, seed=None if unset else int(_SEED.read(name, text)))
+        return replace(self, keep_alive=None if unset else text)
 
     def lines(self) -> list[str]:
-        """Each with its value, for people."""
-        shown = {name: getattr(self, name) for name in NAMES}
+        """Return a line for each option with its value, for the user."""
         unset = {"seed": "(another each time)", "keep_alive": "(the daemon's)", "stop": "(none)"}
-        model = "(the model's)"
-        return [f"{n:15} {unset.get(n, model) if value in (None, ()) else _said(value)}" for n, value in shown.items()]
-
-
-NAMES = tuple(one.name for one in fields(Manner))
-_NUMBERS = {
-    **{name: OPTIONS[name] for name in ("temperature", "top_p", "top_k", "min_p", "repeat_last_n", "max_tokens")},
-    "repeat_penalty": OPTIONS["repetition_penalty"],
-    "seed": Option(-(2**63), 2**63 - 1, whole=True),
-}
-
-
-def _said(value: Any) -> str:
-    return ", ".join(map(repr, value)) if isinstance(value, tuple) else str(value)
+        own = {**self.sampling, "seed": self.seed, "keep_alive": self.keep_alive}
+        values = {**dict.fromkeys(OPTIONS, "(the model's)"), **unset}
+        values |= {name: str(value) for name, value in own.items() if value is not None}
+        if self.stop:
+            values["stop"] = ", ".join(map(repr, self.stop))
+        width = max(map(len, NAMES))
+        return [f"{name:{width}} {values[name]}" for name in NAMES]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Holds the options that choose a daemon or a model."""
+    """The options that choose a daemon or a model."""
 
     model: str | None  # a name or a path; None: the only model
     runtime: str | None
@@ -36,7 +36,7 @@ class Wanted:
 
     @property
     def named(self) -> str | None:
-        """The model's name in a request to a daemon."""
+        """Return the model's name in a request to a daemon."""
         runtime = None if self.runtime in (None, "auto") else self.runtime
         return self.model if self.model is None or runtime is None else f"{self.model}@{runtime}"
 
@@ -46,7 +46,7 @@ def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bo
     """Yield the daemon to use, and the model's name there. Prints to stderr which daemon it is.
 
     session: if no model is named, use this session's. last: use that of the session used last. Raises DaemonError, and
-    what loading raises.
+    the errors of loading.
     """
     from ssmd.cli.pull import first_model, pulled
 
@@ -61,10 +61,10 @@ def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bo
             _say_where(address)
             yield daemon, model
             return
-        typer.echo(f"the daemon at {address.place} is left alone: {why}; the model is loaded here", err=True)
+        typer.echo(f"the daemon at {address.place} is not used: {why}; the model is loaded here", err=True)
     elif (process := discovery.running(settings.data_dir)) is not None:
         who = f"process {process}" if process else "a process"
-        state = "does not answer yet (it starts, stops or repairs)"
+        state = "does not answer yet (starting, stopping or repairing)"
         typer.echo(f"{who} uses {settings.data_dir} and {state}; the model is loaded here, beside it", err=True)
     elif sys.stderr.isatty():
         typer.echo("no daemon runs: the model is loaded here", err=True)
@@ -81,13 +81,13 @@ def _why_not(daemon: Daemon, wanted: Wanted) -> str:
     """Return the reason why a daemon cannot serve these options, or "". Raises DaemonError."""
     for name, value in (("device", wanted.device), ("threads", wanted.threads), ("models-dir", wanted.models_dir)):
         if value is not None:
-            return f"--{name} is for whoever loads the model"
+            return f"--{name} applies only where the model is loaded"
     if wanted.model is not None and any(s in wanted.model for s in (os.sep, os.altsep) if s):
-        return "it serves what is installed, and this is a path"
+        return "it serves installed models, and this is a path"
     if wanted.named is not None and not daemon.serves(wanted.named):
         return _not_served(wanted)
     if wanted.model is None and wanted.runtime not in (None, "auto"):
-        return "--runtime without a model is for whoever loads it"
+        return "--runtime without a model applies only where it is loaded"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""A conversation with a daemon over HTTP: what was said so far, and the session that it is kept in."""
+"""A conversation with a daemon over HTTP: its messages so far, and the session that stores it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from ssmd.cli.chat.options import Manner
+from ssmd.cli.chat.options import ChatOptions
 from ssmd.daemon import answers, said
 from ssmd.daemon.answers import Shape
 from ssmd.daemon.client import Client, Events
@@ -18,35 +18,31 @@ from ssmd.text.messages import THINK, THINK_END
 CHAT = "/v1/chat/completions"
 SESSIONS = "/ssmd/v1/sessions"
 MODELS = "/v1/models"
-PAGE = 1000  # sessions of a list at a time: as many as the daemon gives
-STORED_S = 5.0  # for which the end of an answer that was stopped is waited for
+PAGE = 1000  # sessions of a list at a time: the daemon's limit
+STORED_S = 5.0  # longest wait until a stopped answer is stored
 _BETWEEN_S = 0.05
 LEAST_TOKENS = 16  # tokens left in the context that an answer needs to go on
 
-Message = dict[str, Any]  # as a request has it
+Message = dict[str, Any]  # in the form of a request
 Find = Callable[[], Address | None]
 Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Said:
-    """An answer. whole: False if it was stopped. usage: the daemon's, None for a stopped answer. finish: OpenAI's
-    finish_reason, "" for a stopped answer.
-    """
+    """An answer."""
 
     text: str
     session: str | None
-    usage: Mapping[str, Any] | None
-    whole: bool
+    usage: Mapping[str, Any] | None  # None for a stopped answer
+    whole: bool  # False if it was stopped
     stored: bool
-    finish: str = ""
+    finish: str = ""  # OpenAI's finish_reason; "" for a stopped answer
 
 
 @dataclass(frozen=True)
 class Room:
-    """The context after an answer, in tokens. unread: number of the oldest messages, after the system prompt, that
-    were left out.
-    """
+    """The context after an answer, in tokens. unread: number of the oldest messages that were left out."""
 
     context: int
     left: int
@@ -64,16 +60,16 @@ class Room:
 
 
 class Daemon:
-    """The daemon, found anew before each request: one that was started again may be somewhere else."""
+    """The daemon, looked up again before each request: after a restart it may have another address."""
 
     def __init__(self, find: Find, moved: Callable[[Address], None] = lambda address: None) -> None:
-        """find: where it is now, None if none runs. moved: told of another one than before."""
+        """find: returns its present address, None if none runs. moved: called with a new address."""
         self._find = find
         self._moved = moved
         self._client: Client | None = None
 
     def client(self) -> Client:
-        """The daemon that runs now. Raises DaemonError."""
+        """Return a client of the daemon that runs now. Raises DaemonError."""
         address = self._find()
         if address is None:
             raise DaemonError("no daemon runs any more; start it with: ssmd serve")
@@ -84,11 +80,11 @@ class Daemon:
         return self._client
 
     def get(self, path: str, query: Mapping[str, str] | None = None, *, holds: Shape = object) -> Any:
-        """Ask for JSON. holds: what the answer has to. Raises DaemonError."""
+        """Request JSON. holds: the required shape of the answer. Raises DaemonError."""
         return self.client().get(path, query or {}, holds=holds)
 
     def sessions(self) -> Iterator[dict[str, Any]]:
-        """All sessions, the one used last first. Raises DaemonError."""
+        """Yield all sessions, the one used last first. Raises DaemonError."""
         after: dict[str, str] = {}
         while True:
             page = self.get(SESSIONS, {"limit": str(PAGE), **after}, holds=answers.SESSIONS)
@@ -98,12 +94,12 @@ class Daemon:
             after = {"after": page["data"][-1]["id"]}
 
     def last_sessions(self, limit: int) -> list[dict[str, Any]]:
-        """The sessions used last. Raises DaemonError."""
+        """Return the sessions used last. Raises DaemonError."""
         found: list[dict[str, Any]] = self.get(SESSIONS, {"limit": str(limit)}, holds=answers.SESSIONS)["data"]
         return found
 
     def session(self, given: str) -> dict[str, Any]:
-        """A session with all its turns, by its id or the beginning of that. Raises DaemonError."""
+        """Return a session with all its turns, by its id or the beginning of that. Raises DaemonError."""
         try:
             if "/" not in given:
                 path = f"{SESSIONS}/{quote(given, safe='')}"
@@ -121,11 +117,11 @@ class Daemon:
         return dict(self.get(f"{SESSIONS}/{quote(fitting[0], safe='')}", holds=answers.SESSION))
 
     def models(self) -> list[str]:
-        """The models that can be asked for. Raises DaemonError."""
+        """List the models that the daemon serves. Raises DaemonError."""
         return [str(one["id"]) for one in self.get(MODELS, holds=answers.MODELS)["data"]]
 
     def serves(self, model: str) -> bool:
-        """Whether a model of that name can be asked for. Raises DaemonError."""
+        """Return True if the daemon serves a model of that name. Raises DaemonError."""
         try:
             self.get(f"{MODELS}/{quote(model, safe='')}")
         except DaemonError as err:
@@ -137,40 +133,36 @@ class Daemon:
 
 @dataclass
 class Talk:
-    """A conversation. messages: all that was said. session: None until something of it is kept.
-
-    keep: False: nothing is. thinking: told whether the model thinks, when that changes. It is used by one thread;
-    `stop` is for signal handlers.
-    """
+    """A conversation. Used by one thread; `stop` is for signal handlers."""
 
     daemon: Daemon
     model: str
-    manner: Manner = field(default_factory=Manner)
-    keep: bool = True
-    messages: list[Message] = field(default_factory=list)
-    session: str | None = None
-    thinking: Callable[[bool], None] = lambda on: None
+    options: ChatOptions = field(default_factory=ChatOptions)
+    keep: bool = True  # False: nothing is stored
+    messages: list[Message] = field(default_factory=list)  # all messages so far
+    session: str | None = None  # None until a part of it is stored
+    thinking: Callable[[bool], None] = lambda on: None  # called with True when the model begins to think, False after
     room: Room | None = None  # after the last answer, if known
     finish: str = ""  # of the last answer; "" if it was stopped
     _stream: Events | None = None
     _stopped: bool = False
 
     def stop(self) -> None:
-        """Stop the answer that is under way, or else the next one: what was said of it stays."""
+        """Stop the answer under way, or else the next one. Its text so far stays."""
         self._stopped = True
         if self._stream is not None:
             self._stream.close()
 
     def unstop(self) -> None:
-        """Let the next answer come, whatever was to be stopped before."""
+        """Let the next answer come, even after an earlier `stop`."""
         self._stopped = False
 
     def say(self, text: str, show: Show) -> Said:
-        """Ask, and show the answer as it comes. Raises DaemonError; then nothing of it was said."""
+        """Send a message, and show the answer as it comes. Raises DaemonError; then no message is added."""
         return self._ask([*self.messages, {"role": "user", "content": text}], show)
 
     def again(self, show: Show) -> Said:
-        """Ask for another answer to what was said last, beside the one that there is. Raises as `say`."""
+        """Ask for another answer to the last question, beside the first one. Raises as `say`."""
         end = len(self.messages) - (self.messages[-1]["role"] == "assistant")
         return self._ask(self.messages[:end], show, beside=self._turns())
 
@@ -203,11 +195,11 @@ class Talk:
         return unread and unread + (self.system is not None)
 
     def edited(self, text: str, show: Show) -> Said:
-        """Ask something else in place of what was asked last: a branch. Raises as `say`."""
+        """Send another message in place of the last question: a branch. Raises as `say`."""
         return self._ask([*self.messages[: self._last_question()], {"role": "user", "content": text}], show)
 
     def last_question(self) -> str | None:
-        """What was asked last; None if nothing was."""
+        """Return the last question; None if there is none."""
         at = self._last_question()
         return None if at == len(self.messages) else str(self.messages[at]["content"])
 
@@ -216,17 +208,17 @@ class Talk:
 
     @property
     def system(self) -> str | None:
-        """The system prompt, if there is one."""
+        """Return the system prompt, if there is one."""
         first = self.messages[0] if self.messages else {"role": ""}
         return str(first["content"]) if first["role"] == "system" else None
 
     def instruct(self, text: str) -> None:
-        """Set the system prompt, or take it away with an empty text. What was said stays, and is read anew."""
+        """Set the system prompt; an empty text removes it. The messages stay, and are read again."""
         rest = self.messages if self.system is None else self.messages[1:]
         self.messages = [*([{"role": "system", "content": text}] if text else []), *rest]
 
     def go_to(self, given: str) -> dict[str, Any]:
-        """Go on with a session, by its id or the beginning of that; the session. Raises DaemonError."""
+        """Continue a session, by its id or the beginning of that. Returns the session. Raises DaemonError."""
         found = self.daemon.session(given)
         self.messages, self.session = conversation(found["turns"], found["head"]), found["id"]
         heads = [turn for turn in found["turns"] if turn["id"] == found["head"] and turn["complete"]]
@@ -234,7 +226,7 @@ class Talk:
         return found
 
     def fork(self, turn: str | None) -> dict[str, Any]:
-        """Go on in a new session that begins at a turn of this one, by default its last; the session.
+        """Continue in a new session that begins at a turn of this one, by default its last. Returns the session.
 
         Raises DaemonError.
         """
@@ -243,7 +235,7 @@ class Talk:
         return self.go_to(made["id"])
 
     def _turns(self) -> set[str]:
-        """The ids of the session's turns so far."""
+        """Return the ids of the session's turns so far."""
         found = self.daemon.session(self.session)["turns"] if self.session else []
         return {turn["id"] for turn in found}
 
@@ -252,7 +244,7 @@ class Talk:
 
         beside: turns that were there before, one of which may have the same text.
         """
-        body = {"model": self.model, "messages": messages, "truncation": "auto", **self.manner.fields()}
+        body = {"model": self.model, "messages": messages, "truncation": "auto", **self.options.fields()}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {} if self.session is None else {"session": self.session}
         body |= {} if self.keep else {"store": False}
@@ -264,7 +256,7 @@ class Talk:
         session = self.session
         with self.daemon.client().stream(CHAT, body) as self._stream:
             try:
-                if self._stopped:  # before there was anything to close
+                if self._stopped:  # stopped before there was a stream to close
                     self._stream.close()
                 session = self._stream.headers.get("x-ssmd-session", session)
                 for event in self._stream:
@@ -294,7 +286,7 @@ class Talk:
         show: Show,
         beside: Collection[str],
     ) -> Said:
-        """The end of an answer that was stopped. The daemon may have sent more of it than came here: that is shown."""
+        """Finish a stopped answer. The daemon may have stored more text than arrived; that is shown."""
         if text == begun:  # no new text, nothing to continue
             return Said("", self.session, None, False, False)
         stored = self._kept(messages, text, session, beside) if session is not None and self.keep else None
@@ -307,7 +299,7 @@ class Talk:
         return Said(self.messages[-1]["content"], self.session, None, False, stored is not None)
 
     def _kept(self, messages: list[Message], text: str, session: str, beside: Collection[str]) -> str | None:
-        """What the daemon has kept of an answer that began so, once it has; None if it does not."""
+        """Wait until the daemon has stored a stopped answer that begins so. Return its text; None if it does not."""
         until = time.monotonic() + STORED_S
         while time.monotonic() < until:
             try:
@@ -326,22 +318,22 @@ class Talk:
 
 
 def conversation(turns: Sequence[Mapping[str, Any]], head: str) -> list[Message]:
-    """What was said up to a turn, from a session's turns."""
+    """Return the messages up to a turn, from a session's turns."""
     by_id, path = {turn["id"]: turn for turn in turns}, []
     at: str | None = head
     while at in by_id:
-        path.append(by_id.pop(at))  # none twice, even of a tree that is none
+        path.append(by_id.pop(at))  # no turn twice, even if the rows are not a tree
         at = path[-1]["parent"]
     return [message for turn in reversed(path) for message in turn["messages"]]
 
 
 def _bare(text: str) -> str:
-    """A text without spaces and the marks of reasoning, of which a template may have written the first."""
+    """Return a text without spaces and reasoning marks, of which a template may have written the first."""
     return "".join(text.replace(THINK, "").replace(THINK_END, "").split())
 
 
 def _read(event: Mapping[str, Any], parts: Written, usage: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Take in an event; the usage as it is known then. Raises DaemonError for one that tells of an error."""
+    """Add an event to the answer. Returns the usage known then. Raises DaemonError for an error event."""
     if (error := event.get("error")) is not None:
         message = error.get("message") if isinstance(error, dict) else error
         raise DaemonError(str(message))
@@ -353,8 +345,9 @@ def _read(event: Mapping[str, Any], parts: Written, usage: Mapping[str, Any] | N
 
 
 class Written:
-    """Collects one answer. show: takes its text. thinking: called with whether the model thinks, when that changes.
-    begun: the text that it has already, which is not shown again.
+    """Collects one answer. show: takes its text. thinking: called with True when reasoning begins, False when it ends.
+
+    begun: the text that it begins with, which is not shown again.
     """
 
     def __init__(self, show: Callable[[str], None], thinking: Callable[[bool], None], begun: str = "") -> None:
@@ -365,18 +358,18 @@ class Written:
 
     @property
     def text(self) -> str:
-        """All of it, the reasoning in <think>…</think>, as messages have it."""
+        """Return the whole text, with the reasoning in <think>…</think> as in messages."""
         return "".join(self._parts)
 
     def think(self, text: str) -> None:
-        """Take in reasoning."""
+        """Add reasoning."""
         if text:
             self._parts.append(text if self._thinks else f"{THINK}\n{text}")
             self._thinks = True
             self._tell(True)
 
     def say(self, text: str) -> None:
-        """Take in what is said."""
+        """Add text of the answer."""
         if text:
             self._tell(False)
             self._parts.append(f"\n{THINK_END}\n\n{text}" if self._thinks else text)
@@ -384,7 +377,7 @@ class Written:
             self._show(text)
 
     def pause(self) -> None:
-        """Nothing more comes for now."""
+        """Note that nothing more comes for now."""
         self._tell(False)
 
     def _tell(self, on: bool) -> None:

@@ -51,7 +51,7 @@ class Calling:
         return AnswerReader(calls, names, thinking=thinking, begun=begun, controls=self.controls)
 
     def forced(self, request: Request, prompt: Prompt) -> Request:
-        """Return the request with the grammar that its tools need. Raises Rejected if a tool's arguments cannot be.
+        """Return the request with the grammar that its tools need. Raises Rejected if it does not support an argument.
 
         If a call is required, its grammar replaces the request's own.
         If a call is optional, the answer follows the request's own grammar or calls a tool.
@@ -112,7 +112,7 @@ def tool_names(tools: tuple[Mapping[str, Any], ...]) -> frozenset[str]:
 
 
 def _thinks(prompt: Prompt) -> bool:
-    """Return whether a prompt ends inside reasoning, begun by its template or by a text that is continued."""
+    """Return True if a prompt ends inside reasoning, begun by its template or by a text that is continued."""
     begun = prompt.begun.lstrip()
     if begun:
         return begun.startswith(THINK) and THINK_END not in begun

@@ -1,4 +1,4 @@
-"""One of the n choices of a request while it decodes: from a row of logits to what may be sent."""
+"""One of the n choices of a request while it decodes: from a row of logits to the deltas to send."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class Choice:
         self._stop_strings = StopStrings(request.stop) if request.stop else None
         self._calling = calling
         self._reader = calling.reader(request, prompt)
-        self._read: list[tuple[str, bool]] = []  # texts, and whether they are markers that came as control tokens
+        self._read: list[tuple[str, bool]] = []  # texts; True if the text is a marker that came as a control token
         self._held: list[TokenLogprob] = []  # log-probabilities of tokens whose text is held back
         self._spoke = True  # before this token
         self._thought = 0  # tokens of reasoning
-        self._bound: deque[int] = deque()  # tokens that come next, whatever the logits say
+        self._bound: deque[int] = deque()  # tokens that come next, regardless of the logits
         self._calls: list[tuple[str, str, list[str]]] = []  # id, name, arguments
         self._end_thinking(0)
 
@@ -106,7 +106,7 @@ class Choice:
         return self._deltas(parts)
 
     def fed(self, count: int) -> bool:
-        """Note that `count` tokens of `unfed` were fed. Return whether the logits after them are for `take`."""
+        """Note that `count` tokens of `unfed` were fed. Return True if the logits after them are for `take`."""
         rest = self.ahead + 1 - count
         self.ahead = max(0, rest - 1)
         return rest == 0
@@ -170,7 +170,7 @@ class Choice:
             self._thought = budget + 1
 
     def _say(self, token: int) -> tuple[list[Part], bool]:
-        """Add a token. Return the parts to send, and whether it completes a stop string."""
+        """Add a token. Return the parts to send, and True if it completes a stop string."""
         self.tokens.append(token)
         if not self._tokenizer.is_control(token):
             text, hit = self._scan(self._detokenizer.push(token))
@@ -251,7 +251,7 @@ class Choice:
         return self._reader.end(in_call=True)
 
     def _held_back(self) -> tuple[str, bool]:
-        """Return the text not sent yet, and whether a stop string cuts it."""
+        """Return the text not sent yet, and True if a stop string cuts it."""
         text, hit = self._scan(self._detokenizer.flush())
         if not hit and self._stop_strings is not None:
             text += self._stop_strings.flush()
@@ -264,7 +264,7 @@ class Choice:
         """Turn parts into deltas. Log-probabilities go with the text; those of other tokens are dropped."""
         deltas = [delta for part in parts if (delta := self._delta(part)) is not None]
         spoke, self._spoke = self._spoke, self._reader.speaks
-        if not (spoke and self._spoke):  # a marker's last token, say
+        if not (spoke and self._spoke):  # for example, at a marker's last token
             self._held.clear()
         if self._held and self.end and not self._reader.calls_over:
             deltas.append(Delta(self.index, "", self._logprobs()))

@@ -69,5 +69,5 @@ class Turns:
             wake()
 
     def others_busy(self, who: object) -> bool:
-        """Return whether another sharer has requests to answer."""
+        """Return True if another sharer has requests to answer."""
         return len(self._busy) > (who in self._busy)

@@ -78,7 +78,7 @@ class Shares:
         return sorted(reading, key=since)
 
     def may_read(self, g: Generation, decoding: Sequence[Generation], more_wait: bool) -> bool:
-        """Return whether a piece of this prompt may be prefilled now, beside the answers under way.
+        """Return True if a piece of this prompt may be prefilled now, beside the answers under way.
 
         A client may while it has credit. If more of its requests wait in the queue (`more_wait`), it may at the pace of
         the refill: a client that asks for more lanes than there are spends no credit on that.

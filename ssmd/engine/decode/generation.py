@@ -1,4 +1,4 @@
-"""A request inside the engine, in three parts: what was asked, how far it is, and what is kept of it."""
+"""A request inside the engine, in three parts: the input, the progress, and the states and turns that are stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ssmd.engine.terms import Rejected
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.checkpoint import NewCheckpoint
 
-Then = Callable[[bool, bool], None]  # takes whether the text of all choices is stored, and the state at each end
+Then = Callable[[bool, bool], None]  # called with: the text of all choices is stored; the state at each end is
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Asked:
     prompt: Prompt
     deliver: Callable[[Event], None]  # takes deltas, then one Done or Failed; from the engine's threads
     started: float  # perf_counter when the request came
-    recallable: bool = False  # the caller takes it back if asked to while it waits
+    recallable: bool = False  # the caller takes it back on demand while it waits
     guide: Guide | None = None  # of each choice
     planned: float = field(default_factory=time.perf_counter)  # perf_counter when the prompt was planned
     created: int = field(default_factory=lambda: int(time.time()))  # s since 1970
@@ -45,7 +45,7 @@ class Asked:
 
     @property
     def session(self) -> str | None:
-        """The id of the session to keep it in; None when nothing is kept."""
+        """Return the id of the session to store it in; None if nothing is stored."""
         return None if self.prompt.info is None else self.prompt.info.id
 
 
@@ -68,9 +68,9 @@ class Progress:
 
 @dataclass(frozen=True, eq=False)
 class Restored:
-    """A stored state in a handle, with the position that it is at; no handle for a new state.
+    """A stored state in a handle, and its position; no handle for a new state.
 
-    prompt: what is to be fed, should it be another one than what was asked with.
+    prompt: the prompt to feed, if it differs from the planned one.
     """
 
     handle: Handle | None
@@ -80,16 +80,16 @@ class Restored:
 
 
 class Kept:
-    """The states and turns that are kept of a request: persistence's part, which the engine only calls.
+    """The states and turns that are stored of a request: persistence's part, which the engine only calls.
 
-    For the worker only, but for `rerender`. This class keeps nothing and starts from nothing.
+    For the worker only, but for `rerender`. This class stores nothing and starts from nothing.
     """
 
     def restore(self) -> None:
         """Begin to restore the state to start from, if there is one."""
 
     def ready(self) -> bool:
-        """Return whether `restored` answers at once."""
+        """Return True if `restored` returns at once."""
         return True
 
     def restored(self) -> Restored | None:
@@ -100,26 +100,26 @@ class Kept:
         return None
 
     def discard(self) -> None:
-        """Release the state that `restored` was not asked for, as the request ended before."""
+        """Release the state that `restored` did not return, because the request ended before."""
 
     def prefilled(self, handle: Handle, position: int) -> None:
-        """Keep the state after the first `position` tokens of the prompt, if it is one to keep."""
+        """Keep the state after the first `position` tokens of the prompt, if that is to be stored."""
 
     def save(self, handle: Handle, read_ms: float) -> NewCheckpoint | None:
         """Copy the state before the prompt's last token, for `keep`; None if it is not kept.
 
-        read_ms: what it took to read a token of the prompt.
+        read_ms: time to prefill a token of the prompt.
         """
         return None
 
     def keep(self, checkpoint: NewCheckpoint | None) -> None:
-        """Send what `save` gave on its way; apart from it, as encoding takes a core from whatever is computed next."""
+        """Start to store the result of `save`. It is a call of its own: encoding takes a core from the next step."""
 
     def end(self, choice: Choice) -> None:
-        """Keep the state at the end of a choice, which still has its handle, if its text is what was fed."""
+        """Keep the state at the end of a choice, which still has its handle, if its text equals its tokens."""
 
     def commit(self, choices: Sequence[Choice], done: Done, then: Then) -> None:
-        """Write the answer, then call `then` once, from any thread. done: the end that its client will get."""
+        """Write the answer, then call `then` once, from any thread. done: the last event that its client will get."""
         then(False, False)
 
     def rerender(self) -> None:
@@ -136,8 +136,8 @@ class Generation:
         self._leave = leave
         self.progress = Progress()
         self.cancelled = False
-        self.recalled = False  # it waited, and was given back
-        self.stopped = False  # it was cancelled to keep what was said
+        self.recalled = False  # it was given back while it waited
+        self.stopped = False  # it was cancelled, and its text so far is the answer
 
     @property
     def prompt(self) -> Prompt:
@@ -161,21 +161,21 @@ class Generation:
 
     @property
     def finish_reasons(self) -> tuple[FinishReason, ...]:
-        """Why each choice ended, one that was cut off, or never begun, counted as `stop`."""
+        """Return why each choice ended. One that was cut off, or never begun, counts as `stop`."""
         ends = [choice.end for choice in self.progress.choices]
         ends += [None] * (self.asked.request.n - len(ends))
         return tuple("stop" if end is None or end == "cancelled" else end for end in ends)
 
     @property
     def broke_off(self) -> bool:
-        """Return whether a requested choice did not come to its end."""
+        """Return True if a requested choice did not come to its end."""
         ends = [choice.end for choice in self.progress.choices]
         return len(ends) < self.asked.request.n or "cancelled" in ends
 
     def usage(self, stored: bool, context: int | None = None, state_stored: bool = False) -> Usage:
-        """Count what the request took. Cached tokens are those of the prompt that were not fed.
+        """Return the usage of the request. Cached tokens are tokens of the prompt that were not fed.
 
-        stored, state_stored: as the Usage's. context: the model's.
+        stored, state_stored: as in Usage. context: the model's.
         """
         asked, progress = self.asked, self.progress
         first = min((choice.times[0] for choice in progress.choices if choice.times), default=None)
@@ -221,7 +221,7 @@ class Generation:
 
     @property
     def outcome(self) -> str:
-        """Return how it ended, as metrics count it."""
+        """Return how it ended: the outcome for the metrics."""
         if self.progress.error is not None:
             return self.progress.error.code
         if self.stopped:
@@ -229,7 +229,7 @@ class Generation:
         return CANCELLED if self.cancelled else "ok"
 
     def count_end(self, metrics: ModelMetrics, usage: Usage) -> None:
-        """Count a request that is over, however it ended. usage: what it took."""
+        """Count a request that has ended, successfully or not."""
         begun = bool(self.progress.choices)
         parts = ("load_ms", "plan_ms", "queue_ms", "restore_ms", "prefill_ms", "shared_ms")
         last: dict[str, Any] = {
@@ -267,7 +267,7 @@ class Generation:
         }
 
     def _tokens_per_s(self) -> float | None:
-        """Tokens of all choices after the first, by the time since that; None while there is no second one."""
+        """Return the rate of tokens of all choices after the first; None before the second one."""
         times = [choice.times for choice in tuple(self.progress.choices) if choice.times]
         new = sum(len(one) - 1 for one in times)
         if new < 1:

@@ -1,4 +1,4 @@
-"""The queue: which requests are taken in, how they wait for the worker, and when the last of them has been answered."""
+"""The queue: it accepts requests, holds them until the worker takes them, and knows when the last one was answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssmd.engine.terms import Rejected
 
 RETRY_AFTER_S = 5  # s, if the queue's speed is not known
 _MOST_RETRY_AFTER_S = 60
-_PART_FREE = 8  # a refused client is to retry when one place in so many is free
+_PART_FREE = 8  # part of the places, 1 in this many, that should be free when a refused client retries
 _TIMED = 32  # latest requests that left the queue, from which its speed is estimated
 
 
@@ -35,7 +35,7 @@ class Queue:
         self._count = 0
         self._departed: deque[Generation] = deque()
         self._taken: deque[float] = deque(maxlen=_TIMED)  # monotonic s of each take since the queue was last empty
-        self.unfinished = 0  # requests taken in, whose clients have not got the end yet
+        self.unfinished = 0  # accepted requests whose clients have not got the last event yet
 
     def __len__(self) -> int:
         """Return how many requests wait."""
@@ -64,11 +64,11 @@ class Queue:
             self._changed.notify_all()
 
     def has(self, client: str) -> bool:
-        """Return whether a request of this client waits."""
+        """Return True if a request of this client waits."""
         return client in self._waiting
 
     def waits(self, without: frozenset[str]) -> bool:
-        """Return whether a request waits whose client is not in `without`."""
+        """Return True if a request waits whose client is not in `without`."""
         return any(client not in without for client in tuple(self._waiting))
 
     def waiting(self) -> list[Generation]:
@@ -107,7 +107,7 @@ class Queue:
             return found
 
     def leave(self, generation: Generation) -> None:
-        """Drop a waiting request whose answer is not wanted any more. Does nothing if the worker has taken it."""
+        """Drop a waiting request whose client left. Does nothing if the worker has taken it."""
         with self._changed:
             if generation in self._waiting.get(generation.asked.request.client, ()):
                 self._give_up(generation)
@@ -115,24 +115,24 @@ class Queue:
 
     @property
     def any_departed(self) -> bool:
-        """Return whether `departed` has a request."""
+        """Return True if `departed` has a request."""
         return bool(self._departed)
 
     def departed(self) -> Generation | None:
-        """Take a request that lost or gave up its place, to send its end; None if there is none.
+        """Take a request that lost or gave up its place, to send its last event; None if there is none.
 
         For the worker only.
         """
         return self._departed.popleft() if self._departed else None
 
     def told(self) -> None:
-        """Note that the client of a request got its end."""
+        """Note that the client of a request got its last event."""
         with self._changed:
             self.unfinished -= 1
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Wake `wait`: something that it looks at may have changed."""
+        """Wake `wait`: its condition may have changed."""
         with self._changed:
             self._changed.notify_all()
 
@@ -176,7 +176,7 @@ class Queue:
         )
 
     def _retry_after_s(self) -> int:
-        """Estimate after how many seconds some places are free, from how long the last requests took."""
+        """Estimate after how many seconds some places are free, by the time that the last requests took."""
         taken = list(self._taken)
         if len(taken) < 2:
             return RETRY_AFTER_S

@@ -28,7 +28,7 @@ class Several:
 
     @staticmethod
     def begin(request: Request, deliver: Callable[[Event], None], submit: Submit) -> Several:
-        """Submit a generation for each prompt. Raises what `submit` raises; then none goes on."""
+        """Submit a generation for each prompt. Raises the errors of `submit`; then all are cancelled."""
         several = Several(request, deliver)
         try:
             for i, raw in enumerate((request.raw, *request.more)):
@@ -42,7 +42,7 @@ class Several:
 
     @property
     def asked(self) -> Asked:
-        """Return what the first generation was asked."""
+        """Return the input of the first generation."""
         return self.generations[0].asked
 
     @property

@@ -19,7 +19,7 @@ class WarmUp:
         self._patience = AFTER_S
 
     def __bool__(self) -> bool:
-        """Return whether a piece is left."""
+        """Return True if a piece is left."""
         return bool(self._left)
 
     @property
@@ -50,7 +50,7 @@ def once(work: Callable[[], object]) -> Steps:
 
 
 def run_tokens(program: Program, tokens: int, handle: Handle | None = None) -> Steps:
-    """Feed so many tokens at once and one more, to a new state or to that of `handle`. Releases it."""
+    """Feed `tokens` tokens at once and one more, to a new state or to that of `handle`. Releases it."""
     if handle is None:
         handle = program.new_state()
     try:

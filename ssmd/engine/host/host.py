@@ -1,4 +1,4 @@
-"""The host: the models that a daemon has, loaded when they are asked for (loader.py), and lent to requests."""
+"""The host: the models of a daemon, loaded on request (loader.py), and lent to requests."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Host:
         writer: of the store for the turns of all models; None stores nothing.
         trial: tries in a process of its own whether a model can be loaded. It may take minutes; others are loaded
         meanwhile.
-        keep_alive_s: how long a model stays loaded after its last request; infinite for ever.
+        keep_alive_s: time a model stays loaded after its last request; infinite for ever.
         budget: bytes that loaded models may take; None: what is free now, and one model even if it takes more.
-        max_waiting: requests that may wait for one model.
+        budget: bytes that loaded models may take; None: the memory that is free, and one model even if it takes more.
         """
         self.shelf, self.metrics, self.writer = shelf, metrics, writer
         self.draining = False
@@ -62,7 +62,7 @@ class Host:
 
     @property
     def keeps(self) -> bool:
-        """Return whether turns are stored."""
+        """Return True if turns are stored."""
         return self.writer is not None
 
     @property
@@ -72,7 +72,7 @@ class Host:
 
     @property
     def working(self) -> bool:
-        """Return whether the worker of any loaded model runs."""
+        """Return True if the worker of any loaded model runs."""
         return any(engine.working for engine in self._loader.engines())
 
     def check(self, client: str) -> None:
@@ -90,7 +90,7 @@ class Host:
             raise refusal
 
     def runs_others(self, client: str) -> bool:
-        """Return whether answers to other clients are under way."""
+        """Return True if answers to other clients are under way."""
         return any(engine.runs_others(client) for engine in self._loader.engines())
 
     def lend(self, model: Model, keep_alive_s: float | None = None, asker: Asker | None = None) -> Future[Lease]:
@@ -162,7 +162,7 @@ class Host:
         except Rejected:
             models = []
         there = {model.id: hosted.get(model.id) or Hosted(model, self._keep_alive_s) for model in models}
-        there |= {id_: one for id_, one in hosted.items() if one.is_loaded}  # removed, and not yet let go
+        there |= {id_: one for id_, one in hosted.items() if one.is_loaded}  # removed, and not unloaded yet
         requests = {id_: one.requests() for id_, one in there.items()}
         rows = [one.row(requests[id_]) for id_, one in there.items()]
         running = [row for mine in requests.values() for row in mine]
@@ -202,7 +202,7 @@ class Host:
         return hosted.row(hosted.requests())
 
     def shutdown(self, grace_s: float = 10.0) -> None:
-        """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), let all go."""
+        """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), unload all."""
         with self._loader.changed:
             self.draining = True
             for hosted in self._loader.wanted:  # which the loader takes out, one of them once it is loaded

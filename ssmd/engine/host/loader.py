@@ -101,7 +101,7 @@ class Loader:
             future.set_result(Lease(hosted.engine, hosted.model, partial(self._give_back, hosted)))
 
     def room(self, mine: Hosted, nbytes: int) -> bool:
-        """Return whether a model's answers may take `nbytes` more memory. From any thread.
+        """Return True if a model's answers may take `nbytes` more memory. From any thread.
 
         Memory is reserved for models that passed their trial and wait to be loaded, unless `mine` is itself to be
         unloaded.
@@ -152,7 +152,7 @@ class Loader:
             loaded = self._loaded_ones()
         for hosted in loaded:
             if not hosted.leaving and not hosted.model.is_current:
-                log.info("model %s was replaced or removed: it is let go when nobody asks it any more", hosted.model.id)
+                log.info("model %s was replaced or removed: it is unloaded when no request uses it", hosted.model.id)
                 with self.changed:
                     hosted.leaving = True
             due = hosted.idle_until is not None and hosted.idle_until <= time.time()
@@ -160,7 +160,7 @@ class Loader:
                 self._unload(hosted, at_once=hosted.leaving)
 
     def _unload(self, hosted: Hosted, *, at_once: bool = False) -> bool:
-        """Unload a model that has no requests. Return whether it is unloaded.
+        """Unload a model that has no requests. Return True if it is unloaded.
 
         at_once: do not wait until its engine has done its deferred work.
         """
@@ -184,7 +184,7 @@ class Loader:
         with self.changed:
             hosted.status = "unloaded"
             hosted.weight = max(0, before - (memory.resident() or 0))
-        log.info("model %s was let go", hosted.model.id)
+        log.info("model %s was unloaded", hosted.model.id)
         return True
 
     def _load_next(self) -> None:
@@ -222,11 +222,11 @@ class Loader:
     def _check_patience(self, hosted: Hosted) -> None:
         """Raise Rejected if requests have waited ROOM_S for older ones to end, so that the model can load again."""
         if time.monotonic() - hosted.wanted_at > ROOM_S:
-            why = f"is let go first, and has answered others for {ROOM_S:.0f} s since"
+            why = f"has to be unloaded first, but has answered other requests for {ROOM_S:.0f} s"
             raise refused(hosted.model.id, why, code="model_busy", retry_after_s=RETRY_AFTER_S)
 
     def _make_room(self, hosted: Hosted, ahead: int) -> bool:
-        """Return whether a model can be loaded now; unload others for it. Raises Rejected.
+        """Return True if a model can be loaded now; unload others for it. Raises Rejected.
 
         ahead: bytes that earlier models in the queue wait for. This model must not take them.
         """
@@ -246,7 +246,7 @@ class Loader:
                 if not (going or busy) and hosted.nbytes + beside <= budget:
                     return True
                 if late:
-                    why = f"is not loaded: models that were asked for before it wait for memory since {ROOM_S:.0f} s"
+                    why = f"is not loaded: models requested before it have waited for memory for {ROOM_S:.0f} s"
                     raise refused(hosted.model.id, why, code="no_memory", retry_after_s=RETRY_AFTER_S)
                 return False
             for one in going:
@@ -285,7 +285,7 @@ class Loader:
             self._loaded(hosted)
 
     def _try(self, hosted: Hosted) -> None:
-        """Try in a thread of its own whether a model can be loaded, and note the result."""
+        """Try in a thread of its own if a model can be loaded, and note the result."""
         model = hosted.model
         try:
             self._trial(model)
@@ -387,7 +387,7 @@ class Waiting(Future[Lease]):
 
 @dataclass(eq=False)
 class Hosted:
-    """A model in a host, which does the locking. Times are in seconds since 1970, unless they say otherwise."""
+    """A model in a host, which does the locking. Times are in seconds since 1970, unless a comment says otherwise."""
 
     model: Model
     keep_alive_s: float  # s it stays loaded after its last request; inf: for ever
@@ -414,7 +414,7 @@ class Hosted:
 
     @property
     def unloads(self) -> bool:
-        """Return whether it is still loaded after a request to unload it."""
+        """Return True if it is still loaded after a request to unload it."""
         return self.engine is not None and self.status == "unloading"
 
     @property
@@ -499,7 +499,7 @@ class Budget:
         self._strict = asked is not None
 
     def fits_answer(self, nbytes: int, loaded: Sequence[Hosted], coming: Sequence[Hosted]) -> bool:
-        """Return whether an answer may take `nbytes` more.
+        """Return True if an answer may take `nbytes` more.
 
         coming: models that wait to be loaded; their memory is reserved.
         If the user set no limit, each engine bounds its answers by the machine's memory itself.
@@ -525,7 +525,7 @@ class Budget:
 
 
 class NoRoom(Exception):
-    """A model can never be loaded beside those that stay; the message says why."""
+    """A model that can never be loaded beside those that stay; the message says why."""
 
 
 def make_room(wanted: Hosted, loaded: Sequence[Hosted], budget: int) -> list[Hosted]:

@@ -1,4 +1,4 @@
-"""The shelf: the models that may be asked for, by the names that requests give them, as they lie on the disk now."""
+"""The shelf: the models on disk that requests can name."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ssmd.model import defaults
 from ssmd.model.artifact import MANIFEST, Manifest
 from ssmd.model.defaults import Defaults
 
-AVOID_S = 30.0  # for which a model that failed to load is not what a name means, if another one is
-_AGAIN_S = 0.5  # after which what is broken is read again: it may take long to read, and any request may look
+AVOID_S = 30.0  # time for which a name avoids a model that failed to load, if it fits another one
+_AGAIN_S = 0.5  # least time between reads of a broken model: it may take long to read, and any request may look
 Stamp = tuple[int, ...]
 Places = Callable[[], Sequence[tuple[str, Path]]]  # (name, folder) of artifacts; raises ModelError
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """An artifact that may be asked for. id: `name@runtime`, or `name@folder` where a name has several of a runtime.
+    """A model that requests can name. id: `name@runtime`, or `name@folder` if a runtime has several of that name.
 
-    stamp: what its manifest and the file of its defaults were when they were read; another one is another artifact.
-    defaults: of sampling, for requests that say nothing.
+    stamp: of the files of its manifest and defaults when they were read; another stamp means another artifact.
+    defaults: sampling defaults for requests.
     """
 
     id: str
@@ -37,32 +37,34 @@ class Model:
 
     @property
     def name(self) -> str:
-        """What it shares with the same model for other runtimes."""
+        """Return its name, which the same model for other runtimes shares."""
         return self.found.name
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """Return its folder."""
         return self.found.path
 
     @property
     def manifest(self) -> Manifest:
-        """What stands in its folder of it. Raises Rejected if that cannot be read."""
+        """Return the manifest in its folder. Raises Rejected if it cannot be read."""
         if self.found.manifest is None:
             raise unusable(self.id, self.found.problem)
         return self.found.manifest
 
     @property
     def is_current(self) -> bool:
-        """Whether its folder holds what it held when it was read."""
+        """Return True if its folder is unchanged since it was read."""
         return self.stamp is not None and _stamp(self.path) == self.stamp
 
 
 class Shelf:
-    """Finds models by name. From any thread. runtime, device: what the daemon was told to use, as `choose` takes them.
-    defaults: of sampling, in place of those of every model.
+    """Finds models by name. From any thread.
 
-    What lies there is looked at anew for each question; what has not changed is not read again.
+    runtime, device: settings of the daemon, as `choose` takes them. defaults: sampling options that override those of
+    every model.
+
+    The folders are looked at anew for each call. Unchanged models are not read again.
     """
 
     def __init__(
@@ -78,16 +80,16 @@ class Shelf:
         self._looked = 0.0
         self._models: dict[str, Model] = {}
         self._chosen: dict[str, Model] = {}
-        self._avoided: dict[Model, float] = {}  # and until when
+        self._avoided: dict[Model, float] = {}  # and until when, monotonic seconds
 
     def models(self) -> list[Model]:
-        """All models, broken ones too, by id. Raises Rejected if their folder cannot be read."""
+        """Return all models by id, broken ones too. Raises Rejected if their folder cannot be read."""
         with self._lock:
             self._look()
             return list(self._models.values())
 
     def find(self, asked: str) -> Model:
-        """The model that a request means: of several runtimes the fastest that is usable here. Raises Rejected."""
+        """Return the model for a request: of several runtimes the fastest that is usable here. Raises Rejected."""
         with self._lock:
             self._look()
             if any(until < time.monotonic() for until in self._avoided.values()):
@@ -99,13 +101,13 @@ class Shelf:
             return self._chosen[asked]
 
     def avoid(self, model: Model) -> None:
-        """Have names that mean this model, which could not be loaded, mean another one for a while, if there is one."""
+        """Let names avoid a model that failed to load for AVOID_S, if they fit another one."""
         with self._lock:
             self._avoided[model] = time.monotonic() + AVOID_S
             self._chosen = {}
 
     def preferred(self, name: str) -> Model | None:
-        """What `find` gives for a name, None if none of that name can be used here."""
+        """Return the result of `find`; None if no model of that name can be used here."""
         try:
             return self.find(name)
         except Rejected:
@@ -116,7 +118,7 @@ class Shelf:
             places = [(place, _stamp(place[1])) for place in self._places()]
         except ModelError as err:
             raise Rejected(str(err), status=503, code="models_unreadable") from err
-        broken = any(one.problem for _, one in self._seen.values())  # it may be half written, and whole by now
+        broken = any(one.problem for _, one in self._seen.values())  # perhaps it was half written, and is whole by now
         again = broken and time.monotonic() - self._looked >= _AGAIN_S
         if not again and [(place, stamp) for place, (stamp, _) in self._seen.items()] == places:
             return
@@ -145,7 +147,7 @@ class Shelf:
         name, at, which = asked.partition("@")
         everything = list(self._models.values())
         found = [model for model in everything if model.name == name]
-        if not found and not at:  # as an artifact calls itself, or its folder
+        if not found and not at:  # the manifest's own name, or a folder's
             found = [m for m in everything if m.found.manifest is not None and name in _other_names(m)]
         if at:
             found = [m for m in found if m.found.manifest is not None and which and _is_for(m, which)]
@@ -160,7 +162,11 @@ class Shelf:
 
     def _unknown(self, asked: str) -> Rejected:
         names = sorted({model.name for model in self._models.values()})
-        there = f"this daemon serves: {', '.join(names)}" if names else "none is installed: ssmd pull smollm2"
+        there = (
+            f"this daemon serves: {', '.join(names)}"
+            if names
+            else "no model is installed; get one with: ssmd pull smollm2"
+        )
         name, at, _ = asked.partition("@")
         hint = meant(asked, self._models if at else names)
         if at and not hint and (others := [id_ for id_, model in self._models.items() if model.name == name]):
@@ -170,17 +176,17 @@ class Shelf:
 
 
 def unusable(asked: str, why: str) -> Rejected:
-    """Why a model that is there cannot be used; asking again is of no use."""
+    """Build the error for a model that is installed but cannot be used. A retry does not help."""
     return Rejected(f"model {asked} cannot be used: {why}", status=503, code="model_unusable", param="model")
 
 
 def _runtime(found: Installed) -> str:
-    """The runtime in a model's id; its folder where the manifest cannot be read."""
+    """Return the runtime in a model's id; its folder if the manifest cannot be read."""
     return found.path.name if found.manifest is None else found.manifest.runtime
 
 
 def _is_for(model: Model, which: str) -> bool:
-    """Whether a runtime's name, or an artifact's folder, means this model."""
+    """Return True if `which` names the model's runtime or its folder."""
     return model.path.name == which or is_for(model.manifest, which)
 
 

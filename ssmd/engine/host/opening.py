@@ -1,4 +1,4 @@
-"""From settings to a host: which models it may be asked for, what it loads at the start, and how one is opened."""
+"""From settings to a host: the models that it serves, the models it loads at the start, and how a model is opened."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ from ssmd.sessions.turn import StoreError
 from ssmd.text.apart import Texts, opened
 
 log = logging.getLogger(__name__)
-_KEPT_TEXTS = 2  # tokenizers of 20 to 60 MB, which take a tenth of a second and more to read
-TOKENS = 2048  # that a conversation is reckoned with, if the context is no shorter
-SIDES = 2  # of a recurrent state: one is read, the other written
-PART = 0.75  # of the free memory
+_KEPT_TEXTS = 2  # tokenizers kept open, 20 to 60 MB each; to read one takes a tenth of a second and more
+TOKENS = 2048  # assumed length of a conversation, if the context is no shorter
+SIDES = 2  # copies of a recurrent state: one is read, the other written
+PART = 0.75  # share of the free memory that choices may take
 
 
 def open_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool = False) -> Host:
-    """Host `model`, or all that are installed, and load what is to be there at the start: a model that is alone, but
-    with `lazy` only where it was named. `keep` False: no store, nothing is written down.
+    """Host `model`, or all installed models, and load those that are to be there at the start.
 
-    Raises Rejected where that cannot be loaded, ModelError, ArtifactError, StoreError or SettingsError.
+    A single model is loaded at once; with `lazy` only if `model` names it. `keep` False: no store, nothing is written.
+
+    Raises Rejected if a model cannot be loaded, ModelError, ArtifactError, StoreError or SettingsError.
     """
     shelf = _shelf(settings, model)
     there = shelf.models()
     if not there:
-        resolve(None, settings.models_dir)  # which says what to do
+        resolve(None, settings.models_dir)  # raises ModelError, which says what to do
     alone = len(there) == 1 and not (lazy and model is None)
     numbers, writer = Metrics(), None
     if keep:
@@ -98,16 +99,16 @@ def _shelf(settings: Settings, model: str | None) -> Shelf:
 
 
 class Opener:
-    """Loads models and starts their engines, as `settings` say. writer: of the store that all keep their turns in."""
+    """Loads models and starts their engines, as `settings` say. writer: of the store in which all keep their turns."""
 
     def __init__(self, settings: Settings, writer: Writer | None) -> None:
         self._settings, self._writer = settings, writer
         self._checked = Checked(None if writer is None else settings.data_dir)
         self._turns: dict[str, Turns] = {}  # by device, which its programs share
-        self._texts: OrderedDict[str, Texts] = OrderedDict()  # of those made here, the one used last is the last
+        self._texts: OrderedDict[str, Texts] = OrderedDict()  # of models made here, last used last
 
     def __call__(self, model: Model, numbers: ModelMetrics, room: Callable[[int], bool]) -> Engine:
-        """A model's engine. room: whether its answers may take so many bytes of memory more.
+        """Load a model and start its engine. room: returns True if its answers may take that many more bytes of memory.
 
         Its template and tokenizer are opened beside the graph. Raises ArtifactError, RuntimeUnavailable, ProgramError,
         TemplateError or TokenizerError.
@@ -154,14 +155,16 @@ class Opener:
         return engine
 
     def try_out(self, model: Model) -> None:
-        """Try what was not made here, in a process of its own. Raises ArtifactError or RuntimeUnavailable."""
+        """Load a model that was not made here, in a process of its own. Raises ArtifactError or RuntimeUnavailable."""
         artifact = self._checked.open(model.path)
         if not is_made_here(artifact.path, self._settings.data_dir):
             check_first_load(artifact, get_runtime(artifact.manifest.runtime), self._settings.device)
 
     def _open_texts(self, artifact: Artifact, made_here: bool) -> Texts:
-        """Of one's own artifacts those are kept that were used last: models for several runtimes share them, and who
-        comes back has them."""
+        """Open a model's tokenizer and template. The last used ones of models made here are kept open.
+
+        Models for several runtimes share them, and a model that is loaded again finds them.
+        """
         if not made_here:
             return opened(artifact, apart=True)
         m = artifact.manifest
@@ -175,7 +178,7 @@ class Opener:
 
 
 def _within_quota(store: Store) -> None:
-    """The quota may have been larger yesterday. A store that is busy is brought down by its next commit."""
+    """Free checkpoints if the quota is smaller than the store. If the store is busy, its next commit does it."""
     if store.quota is None or store.bytes_stored() <= store.quota:
         return
     try:
@@ -184,23 +187,23 @@ def _within_quota(store: Store) -> None:
         log.warning("the store could not be brought within its quota: %s", err)
         return
     log.warning(
-        "the quota of %s is exceeded: %d checkpoints of %d sessions were let go, %s; %s are left",
+        "the store exceeded its quota of %s: %d checkpoints of %d sessions were removed, %s; %s are left",
         *(show_size(store.quota), done.checkpoints, len(done.sessions), show_size(done.nbytes), show_size(done.left)),
     )
 
 
 def lane_bytes(spec: StateSpec, context: int | None) -> int:
-    """Bytes of memory that a choice takes while it decodes, with a conversation of TOKENS tokens."""
+    """Return the bytes of memory of a choice that decodes, with a conversation of TOKENS tokens."""
     tokens = TOKENS if context is None else min(context, TOKENS)
     rows = sum(t.nbytes_at(tokens) * 4 // t.numpy_dtype.itemsize + t.nbytes_at(tokens) for t in spec.rows)
     return SIDES * sum(t.nbytes_at(0) for t in spec.recurrent) + rows  # rows as float32, and as they are stored
 
 
 def affordable(spec: StateSpec, context: int | None, asked: int, free: int | None = None) -> tuple[int, int]:
-    """How many of the choices asked for there is memory for, one at least; says so if they are fewer. And how many
-    spare lanes beside them: as many again, or what memory there is for, one at least.
+    """Return how many of the `asked` choices fit into memory, and how many spare lanes fit beside them.
 
-    `free`: bytes that can still be taken; by default what the system tells.
+    At least one of each. Spare lanes: as many again, if there is memory for them. Logs a warning if fewer choices fit.
+    free: bytes that can still be taken; by default the system's figure.
     """
     free = available() if free is None else free
     if free is None:
@@ -211,7 +214,7 @@ def affordable(spec: StateSpec, context: int | None, asked: int, free: int | Non
         return asked, max(1, min(asked, fitting - asked))
     found = max(1, fitting)
     log.warning(
-        "there is memory for %d choices at the same time, not for %d: %s are free, and one of %d tokens takes %s",
+        "there is memory for %d choices at a time, not for %d: %s are free, and a choice of %d tokens takes %s",
         *(found, asked, show_size(free), TOKENS if context is None else min(context, TOKENS), show_size(each)),
     )
     return found, 1

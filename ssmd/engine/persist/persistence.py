@@ -1,7 +1,8 @@
-"""What an engine with a store does beside computing: restores states, keeps new ones and turns, and rerenders.
+"""The work of an engine with a store beside computing: it restores states, keeps new ones and turns, and rerenders.
 
-Which states are kept of a request, and which ids each of them covers, is decided here: of its system prompt, of the
-prompt but for its last token (a restore gives no logits) if that is worth its writing, and of the end of each choice.
+It decides which states of a request are stored, and which ids each of them covers. They are the state after the system
+prompt, the state at the end of each choice, and the state before the prompt's last token if that is worth its write.
+That one leaves out a token because a restore gives no logits.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class KeepsNothing:
         return Kept()
 
     def warm_up(self, tokens: int) -> Steps:
-        """Feed so many tokens to a new state and let go of it."""
+        """Feed `tokens` tokens to a new state and release it."""
         return run_tokens(self._program, tokens)
 
     def has_work(self) -> bool:
-        """Return whether `work` has something to do: never."""
+        """Return False: there is no deferred work."""
         return False
 
     def work(self) -> None:
@@ -64,9 +65,9 @@ class KeepsNothing:
 
 
 class Persistence:
-    """The persistence of an engine with a store, by the store's writer. Used by its worker, but for `begin`.
+    """The persistence of an engine with a store, through the store's writer. For its worker only, but for `begin`.
 
-    wake: called when a state is there, or a turn to rerender.
+    wake: called when a state was restored, or a turn is to be rerendered.
     """
 
     def __init__(
@@ -88,17 +89,17 @@ class Persistence:
 
     @property
     def idle(self) -> bool:
-        """Return whether no turn is rerendered or waits for that. From any thread."""
+        """Return True if no turn is rerendered or waits for that. From any thread."""
         return self._rerenderer.idle
 
     def begin(self, asked: Asked) -> Kept:
-        """Begin a request, of which nothing is kept yet. From any thread."""
+        """Begin a request, of which nothing is stored yet. From any thread."""
         return _Kept(self, asked) if asked.request.raw is None else _KeptPrefix(self, asked)
 
     def warm_up(self, tokens: int) -> Steps:
-        """Take up the conversation that was used last, as its user may soon, feed it so many tokens and let go of it.
+        """Restore the conversation that was used last, feed it `tokens` tokens, and release it. It may go on soon.
 
-        The next one to be taken up then finds memory, connections, queries and graphs ready.
+        The next restore then finds memory, connections, queries and graphs ready.
         """
         loaded = None
         session = self._store.newest()
@@ -113,15 +114,15 @@ class Persistence:
         yield from run_tokens(self._program, tokens, None if loaded is None else loaded.handle)
 
     def has_work(self) -> bool:
-        """Return whether `work` has something to do."""
+        """Return True if `work` has something to do."""
         return self._rerenderer.ready()
 
     def work(self) -> None:
-        """Do a piece of deferred work. It takes no longer than one bucket, or restoring a state."""
+        """Do a piece of deferred work. It takes no longer than one bucket or a restore."""
         self._rerenderer.step()
 
     def pause(self) -> None:
-        """Drop the work at hand, as a request came. It is begun anew later."""
+        """Drop the work in progress because a request came. It is begun again later."""
         self._rerenderer.pause()
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ class _Kept(Kept):
         self._checkpoints: list[Pending] = []
         # The checkpoint that the next one grows from, and its position.
         self._parent: tuple[int | NewCheckpoint | None, int] = (None, 0)
-        self._origin: str | None = None  # set when the state came from an import: what grows from it stays there
+        self._origin: str | None = None  # set if the state came from an import: states that grow from it have it too
         self._turns: list[Choice] = []
 
     def restore(self) -> None:
@@ -182,14 +183,14 @@ class _Kept(Kept):
         return self._save(handle, "user", self._prompt.ids.up_to(position))
 
     def _pays(self, read_ms: float) -> bool:
-        """Return whether a state is worth writing. read_ms: prefill time that it saves for a repeated request.
+        """Return True if a state is worth its write. read_ms: prefill time that it saves for a repeated request.
 
         The rows of the cache cost nothing: the state at the turn's end needs them too.
         """
         return self._by._writer.pays(self._by._recurrent_nbytes, read_ms)
 
     def _save(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None = None) -> NewCheckpoint | None:
-        """Copy a handle's state, for `keep`. turn: the turn it is the end of; None for the whole request."""
+        """Copy a handle's state, for `keep`. turn: the turn that ends with it; None for the whole request."""
         if self._info is None:
             return None
         return self._saved(handle, kind, ids, turn, self._info.owner)
@@ -211,7 +212,7 @@ class _Kept(Kept):
             self._parent = (checkpoint, checkpoint.state.position)
 
     def end(self, choice: Choice) -> None:
-        if choice.cut:  # no later request begins with what was fed
+        if choice.cut:  # no later request begins with the fed tokens
             return
         fed = self._by._program.position(choice.handle)
         ids = self._prompt.ids.then(choice.tokens).up_to(fed)
@@ -247,7 +248,7 @@ class _KeptPrefix(_Kept):
         return self._saved(handle, kind, ids, turn, request.domain.owner) if request.store else None
 
     def end(self, choice: Choice) -> None:
-        """Keep nothing: what is sampled of a prompt is rarely its next prompt."""
+        """Keep nothing: a later prompt rarely continues the sampled text."""
 
     def commit(self, choices: Sequence[Choice], done: Done, then: Then) -> None:
         found, kept = self._prompt.found, self._checkpoints

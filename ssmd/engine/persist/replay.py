@@ -1,4 +1,4 @@
-"""An answer as it is kept with its turns, for a request that may come again, and the same answer given again."""
+"""Answers as they are stored with their turns, and their events again for a request that is repeated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 
 
 def keep(asked: Asked, choices: Sequence[Choice], done: Done, key: ReplyKey) -> NewReply:
-    """What is kept of an answer beside its turns, which are those of `choices`. done: how its client hears the end."""
+    """Return the stored form of an answer, beside its turns, which are those of `choices`. done: its last event."""
     complete = len(choices) == asked.request.n and all(choice.end != "cancelled" for choice in choices)
     answer: dict[str, Any] = {"id": asked.id, "created": asked.created}
-    if complete:  # an answer that broke off is never given again
+    if complete:  # an answer that broke off is never replayed
         answer |= {
             "begun": len(asked.prompt.begun),
             "finish_reasons": done.finish_reasons,
@@ -32,18 +32,18 @@ def events(reply: Reply) -> list[Event]:
     answer = reply.answer
     given = zip(reply.texts, answer["logprobs"], strict=True)
     plain = [Delta(i, text[answer["begun"] :], tuple(map(_from_json, p))) for i, (text, p) in enumerate(given)]
-    told = answer.get("said", [None] * len(plain))  # an earlier version knew nothing but text
+    told = answer.get("said", [None] * len(plain))  # an earlier version stored only text
     deltas = [delta for said, one in zip(told, plain, strict=True) for delta in _deltas(said, one)]
     return [*deltas, Done(tuple(answer["finish_reasons"]), _usage(answer["usage"]))]
 
 
 def _usage(told: dict[str, Any]) -> Usage:
-    """Read the usage of a stored reply. Earlier versions stored text and state together, and no `state_stored`."""
+    """Read the usage of a stored reply. Earlier versions stored text and state together, without `state_stored`."""
     return Usage(**{"state_stored": told["stored"], **told})
 
 
 def _said(choice: Choice) -> list[Any] | None:
-    """How an answer came: its reasoning, what was said, and its calls, in their order; None where all was said."""
+    """Return the parts of an answer in order: reasoning, text and calls. None if it is all text."""
     if all(delta.call is None and not delta.reasoning for delta in choice.deltas):
         return None
     return [
@@ -53,7 +53,7 @@ def _said(choice: Choice) -> list[Any] | None:
 
 
 def _deltas(said: Sequence[Any] | None, whole: Delta) -> Iterator[Delta]:
-    """The deltas of a choice. Log-probabilities come with the first that is said, or at the end."""
+    """Yield the deltas of a choice. Log-probabilities come with the first delta of plain text, or at the end."""
     logprobs = whole.logprobs
     for text, reasoning, call in said or [[whole.text, False, None]]:
         mine = logprobs if call is None and not reasoning else ()

@@ -1,9 +1,9 @@
-"""Rerendering: turns whose text is not what was fed are read once more, while nobody waits.
+"""Rerendering: an answer whose rendered text differs from the fed text is prefilled again while the engine is idle.
 
-A stop string, trimmed spaces, reasoning that the template drops from earlier answers: then the next request renders
-the answer differently than it was generated, and no state of its end can be a beginning of that. When the engine is
-idle the answer is fed once more as every later request will render it, from the state before it, and the state after
-it is kept.
+Causes are a stop string, trimmed spaces, or a template that drops reasoning from earlier answers. The next request then
+renders the answer differently than it was generated, so no state of its end can be a beginning of that request. When
+the engine is idle, the answer is fed again as later requests will render it. This starts from the state before the
+answer; the state after it is stored.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ssmd.sessions.turn import SessionInfo, StoreError
 from ssmd.text.template import NOTHING_MORE, Given
 
 log = logging.getLogger(__name__)
-MAX_WAITING = 256  # turns; the oldest are given up, they are read again when they are continued
-MAX_TRIES = 3  # each request that comes meanwhile costs one
+MAX_WAITING = 256  # turns that wait; beyond it the oldest are dropped, and read again when they are continued
+MAX_TRIES = 3  # tries of a turn; each request that comes meanwhile costs one
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn to read once more. cut: its text and its tokens disagree, so that no state of its end was kept.
+    """A turn to prefill again. cut: its text and its tokens disagree, so that no state of its end was kept.
 
-    domain: of who asked for it. given: with what; it is known until the daemon ends, as is what waits here.
+    domain, given: of the request that made it. They are kept in memory only, like this queue.
     """
 
     id: str
@@ -49,14 +49,14 @@ class _Turn:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """text: what every continuation begins with. loaded: the state it starts from, and the ids to be fed after it."""
+    """A planned prefill. text: start of every continuation. loaded: the state to start from, and the ids to feed."""
 
     text: Passage
     loaded: Loaded
 
 
 class Rerenderer:
-    """Reads answers once more as templates render them. `add` from any thread; `step` and `pause` from the worker's
+    """Prefills answers again as templates render them. `add` from any thread; `step` and `pause` from the worker's
     alone. wake: called when there is something to do.
     """
 
@@ -76,31 +76,31 @@ class Rerenderer:
         self._waiting: deque[_Turn] = deque(maxlen=MAX_WAITING)
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="ssmd-rerender")
-        self._turn: _Turn | None = None  # the one at work
+        self._turn: _Turn | None = None  # the turn in work
         self._planning: Future[_Plan | None] | None = None
         self._plan: _Plan | None = None
         self._handle: Handle = None
 
     def add(self, session: SessionInfo, turns: Sequence[Choice], domain: Domain, given: Given = NOTHING_MORE) -> None:
-        """Look after the turns of a request that were stored: those that these choices became."""
+        """Queue the stored turns of a request, one for each of these choices."""
         with self._lock:
             self._waiting.extend(_Turn(choice.turn, session, choice.cut, domain, given) for choice in turns)
         self._wake()
 
     @property
     def idle(self) -> bool:
-        """Whether no turn is at work or waits. From any thread."""
+        """Return True if no turn is in work or waits. From any thread."""
         with self._lock:
             return self._turn is None and not self._waiting
 
     def ready(self) -> bool:
-        """Whether `step` has something to do."""
+        """Return True if `step` has something to do."""
         if self._turn is None:
             return bool(self._waiting)
         return self._planning is None or self._planning.done()
 
     def step(self) -> None:
-        """A piece of work for the worker: it takes no longer than one bucket, or restoring a state. Never raises."""
+        """Do a piece of work for the worker. It takes no longer than a bucket or a restore. Never raises."""
         try:
             self._step()
         except Exception:
@@ -108,7 +108,7 @@ class Rerenderer:
             self._drop()
 
     def pause(self) -> None:
-        """A request came: let go of what was begun, to begin it anew later."""
+        """Drop the work in progress because a request came. It is queued again, up to MAX_TRIES times."""
         turn = self._turn
         if turn is None:
             return
@@ -118,7 +118,7 @@ class Rerenderer:
                 self._waiting.append(replace(turn, tries=turn.tries + 1))
 
     def close(self) -> None:
-        """Stop, after the worker has stopped."""
+        """Stop. The worker has stopped before."""
         self._drop()
         self._threads.shutdown(cancel_futures=True)
 
@@ -131,7 +131,7 @@ class Rerenderer:
         self._turn = self._planning = self._plan = self._handle = None
 
     def _release(self, planning: Future[_Plan | None]) -> None:
-        """Release what a plan holds that nobody wants any more."""
+        """Release the handle of a plan that was dropped."""
         if planning.cancelled() or planning.exception() is not None:
             return
         plan = planning.result()
@@ -140,7 +140,7 @@ class Rerenderer:
 
     def _step(self) -> None:
         if self._turn is None:
-            with self._lock:  # so that it is seen at either place
+            with self._lock:  # so that `idle` sees the turn in one place or the other
                 self._turn = self._waiting.popleft() if self._waiting else None
             if self._turn is not None:
                 self._planning = self._threads.submit(self._make_plan, self._turn)
@@ -153,10 +153,10 @@ class Rerenderer:
             self._feed(self._turn)
 
     def _make_plan(self, turn: _Turn) -> _Plan | None:
-        """Plan, in a thread of its own, what is to be fed; None if nothing needs to be."""
+        """Plan the prefill of a turn, in a thread of its own. None if it needs none."""
         try:
             with self._store.of(turn.domain).snapshot() as stored:
-                if not stored.is_leaf(turn.id):  # was continued already
+                if not stored.is_leaf(turn.id):  # it was continued already
                     return None
                 settled = self._planner.settled(stored, stored.turn(turn.id), turn.session, turn.given)
                 if settled is None:
@@ -168,7 +168,7 @@ class Rerenderer:
                 found, ids, stem = stored.resume(self._planner.scope, shown.ids, shown.stem, turn.session.id)
             loaded = self._restorer.load(found, ids, stem, turn.session.id, turn.domain)
             return None if loaded is None else _Plan(shown.text, loaded)
-        except StoreError as err:  # removed meanwhile, or damaged: `session check` is for that
+        except StoreError as err:  # removed meanwhile, or damaged, which `session check` repairs
             log.info("turn %s is not rerendered: %s", turn.id, err)
             return None
 
@@ -192,7 +192,7 @@ class Rerenderer:
             self._drop()
 
     def _keep(self, turn: _Turn, plan: _Plan) -> None:
-        """Save the state and hand it to the writer, with the text and the ids that it stands for."""
+        """Save the state and queue it for the writer, with the text and the ids that it stands for."""
         found, ids = plan.loaded.found, plan.loaded.ids
         parent = found if found is not None and found.build == self._made.scope.build else None
         state = self._program.save(self._handle, since=0 if parent is None else parent.position)

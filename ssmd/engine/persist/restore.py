@@ -36,7 +36,7 @@ Restoring = Future[tuple[Prompt, Loaded]]
 class Restorer:
     """Restores checkpoints into handles: `load` from any thread; `begin` in a thread of its own.
 
-    damaged: called with the id of a checkpoint whose bytes are not those that were written.
+    damaged: called with the id of a checkpoint that was found damaged.
     """
 
     def __init__(self, program: Program, store: Store, scope: Scope, *, damaged: Callable[[int], None]) -> None:
@@ -46,8 +46,8 @@ class Restorer:
     def begin(self, prompt: Prompt, session: str | None, domain: Domain, then: Callable[[], None]) -> Restoring:
         """Load the state that a prompt starts from, in the background. `then` is called when that is done.
 
-        The prompt is returned with it, rendered anew from the request's messages if what is stored of it cannot be
-        read.
+        The prompt is returned with it. If its stored data cannot be read, it is rendered again from the request's
+        messages.
         """
         restoring = self._thread.submit(self._load, prompt, session, domain)
         restoring.add_done_callback(lambda _: then())
@@ -76,7 +76,7 @@ class Restorer:
                 return loaded
 
     def steps(self, found: Found | None, ids: Line, stem: str | None, session: str | None, domain: Domain) -> Loading:
-        """Load part by part, as `load` does. It releases what it had if it fails or is closed before its end."""
+        """Load part by part, as `load` does. Releases the handle if it fails or is closed before its end."""
         tried: list[int] = []
         try:
             while found is not None:
@@ -93,18 +93,18 @@ class Restorer:
                         self._program.release(handle)
                     if not isinstance(err, StoreError | StateError):
                         raise  # the request ended, or the device is lost: the caller gets the error
-                    log.error("checkpoint %s cannot be used, the next best is: %s", found.id, err)
+                    log.error("checkpoint %s cannot be used, trying the next best one: %s", found.id, err)
                     if isinstance(err, DamagedState):
                         self._damaged(found.id)
                 tried.append(found.id)
                 with self._store.of(domain).snapshot() as stored:
                     found, ids, stem = stored.resume(self._scope, ids, stem, session, skip=tried)
         except StoreError as err:
-            log.error("nothing else can be looked up, the prompt is read whole: %s", err)
+            log.error("no other checkpoint can be looked up, the prompt is read whole: %s", err)
         return None if ids.start else Loaded(None, None, ids)
 
     def discard(self, restoring: Restoring) -> None:
-        """Release what is being loaded: its request has ended."""
+        """Release a state that is being loaded: its request has ended."""
         restoring.cancel()
         restoring.add_done_callback(self._release)
 

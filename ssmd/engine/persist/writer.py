@@ -1,4 +1,4 @@
-"""The store's one thread: encodes checkpoints while tokens flow, and commits a turn before its client hears the end."""
+"""The store's one thread: encodes checkpoints while tokens flow, and commits a turn before its client gets the end."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ COMMIT_PATIENCE_S = 2.0  # s a client waits for its turn to be stored with the s
 TEXT_PATIENCE_S = 10.0  # s for its text alone; a commit that the disk has begun to make durable is waited for
 MAX_QUEUED_BYTES = 1 << 30
 IDLE_S = 0.5
-LOOK_S = 60.0  # how often to look for what others left to be done
+LOOK_S = 60.0  # s between looks for work that other processes left
 LOOSE_S = 600.0  # s an unlinked state stays after its last use, for a repeated request
-SMALL_BYTES = 1 << 20  # of recurrent data: a smaller state is always worth writing
-WORTH = 4  # a state must save so many times its write time: most prompts are not repeated
+SMALL_BYTES = 1 << 20  # bytes of recurrent data below which a state is always worth its write
+WORTH = 4  # least ratio of the time a state saves to its write time: most prompts are not repeated
 UNKNOWN_MS = 4.0  # ms per MiB, assumed before a state was written
-LOG_BYTES = 64 << 20  # moved from the log into the file before the log is so long that a commit does it
-AHEAD_BYTES = 4 << 20  # a checkpoint of the prompt from this size on is written while the answer is still generated
+LOG_BYTES = 64 << 20  # bytes in the log from which it is moved into the file, before a commit has to do that
+AHEAD_BYTES = 4 << 20  # size from which a prompt's checkpoint is written while the answer is still generated
 
 
 class Late(StoreError):
-    """The store takes longer than a client waits for the end of its answer."""
+    """A write that takes longer than a client waits for the end of its answer."""
 
     reason = "late"
 
 
 class _Standing(Patience):
-    """The state of a commit towards its client, which gets one result that stays true. Thread-safe.
+    """The standing of a commit towards its client, which gets one result that stays true. Thread-safe.
 
-    then: as of `Writer.commit`, after one of the others. well: called if all is stored. lost: called with a StoreError,
-    and whether the text is lost too.
+    then: as in `Writer.commit`; called after `well` or `lost`. well: called if all is stored. lost: called with a
+    StoreError, and True if the text is lost too.
     """
 
     def __init__(self, then: Then, well: Callable[[], None], lost: Callable[[StoreError, bool], None]) -> None:
@@ -54,8 +54,8 @@ class _Standing(Patience):
         self._lock = threading.Lock()
         self._asked = time.monotonic()
         self._told = self._sure = self._overdue = False
-        self._began: float | None = None  # to write states, with the lock at hand
-        self.text = False  # it is durable
+        self._began: float | None = None  # monotonic s when it began to write states, with the database's lock
+        self.text = False  # the text is durable
         self.late = False  # its client has waited for the state long enough
         self._timer = self._after(COMMIT_PATIENCE_S, self._hurry)
 
@@ -65,26 +65,26 @@ class _Standing(Patience):
 
     @property
     def wrote_s(self) -> float:
-        """Seconds since the last attempt began to write states; without its waiting for another process."""
+        """Return the seconds since the last attempt began to write states, without its wait for another process."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     @property
     def given_up(self) -> bool:
-        """Return whether its client got the result that nothing is stored."""
+        """Return True if its client got the result that nothing is stored."""
         return self._told and not self.text
 
     def begin(self) -> None:
-        """Begin to write. Raises Late if the client has its result, or would have it but for an attempt that hung."""
+        """Begin to write. Raises Late if the client has its result, or would have it if an attempt had not hung."""
         with self._lock:
             self._sure, self._began = False, None
             overdue = self._overdue
         if overdue:
             self._give_up()
         if self._told:
-            raise Late("the client was told before it was written")
+            raise Late("the client got its result before the turn was written")
 
     def stop(self) -> bool:
-        """Return whether its client has waited long enough for the states that are being written."""
+        """Return True if its client has waited long enough for the states that are being written."""
         if self._began is None:
             self._began = time.monotonic()
         return self.late
@@ -153,19 +153,19 @@ class Pace:
         self._when = 0.0
 
     def wait_s(self, nbytes: int) -> float:
-        """Estimate the seconds that so many bytes take; 0.0 without a write in the last LOOK_S."""
+        """Estimate the seconds that a write of `nbytes` takes; 0.0 without a write in the last LOOK_S."""
         if time.monotonic() - self._when > LOOK_S or not nbytes:
             return 0.0
         took_s, of = self._last
         return took_s * max(1.0, nbytes / of) if of > SMALL_BYTES else took_s
 
     def cost_ms(self, nbytes: int) -> float:
-        """Estimate the milliseconds that a large state of so many bytes takes from everything else."""
+        """Estimate the milliseconds that a large state of `nbytes` takes from all other work."""
         took_s, of = self._last
         return nbytes * (took_s * 1e3 / of if of > SMALL_BYTES else UNKNOWN_MS / (1 << 20))
 
     def note(self, nbytes: int, took_s: float) -> None:
-        """Note how long a write of so many bytes took, or how long it was given."""
+        """Note the time of a write of `nbytes`, or the time that it was given."""
         if nbytes:
             self._when, self._last = time.monotonic(), (took_s, nbytes)
 
@@ -183,10 +183,10 @@ class Pending:
 
 
 class Writer:
-    """Does a store's work in the order it comes, in one thread, for all engines that serve from it.
+    """Does a store's work in order, in one thread, for all engines that use the store.
 
-    `MAX_QUEUED_BYTES` bounds the states that wait to be encoded; past it a checkpoint is left out, with a warning, and
-    its turn is stored as text.
+    `MAX_QUEUED_BYTES` bounds the states that wait to be encoded. Beyond it a checkpoint is left out, with a warning,
+    and its turn is stored as text.
     """
 
     def __init__(self, store: Store, metrics: Metrics) -> None:
@@ -206,7 +206,7 @@ class Writer:
         self._thread.start()
 
     def encode(self, checkpoint: NewCheckpoint, made: Maker) -> Pending | None:
-        """Start encoding a checkpoint; None when too much is waiting already."""
+        """Start encoding a checkpoint; None if too much is waiting already."""
         pending = Pending(checkpoint)
         with self._lock:
             if self._queued_bytes + pending.nbytes > MAX_QUEUED_BYTES:
@@ -228,13 +228,13 @@ class Writer:
         return pending
 
     def pays(self, nbytes: int, read_ms: float) -> bool:
-        """Return whether writing a state of `nbytes` is worth it. read_ms: prefill time that it saves."""
+        """Return True if writing a state of `nbytes` is worth it. read_ms: prefill time that it saves."""
         return nbytes < SMALL_BYTES or read_ms >= WORTH * self._pace.cost_ms(nbytes)
 
     def _write_ahead(self, pending: Pending, encoded: Encoded) -> None:
         try:
             placed = self.store.keep(encoded)
-        except StoreError as err:  # the commit tries again, and tells
+        except StoreError as err:  # the commit tries again, and reports it
             log.debug("a checkpoint was not written ahead: %s", err)
             return
         self._unsettled = True
@@ -258,8 +258,8 @@ class Writer:
     ) -> None:
         """Write all in one transaction, then call `then(stored, state_stored)`, once.
 
-        Where the states fail, or take COMMIT_PATIENCE_S, the text alone is written. It goes first where they would
-        take long, as the last ones did. What cannot begin to be durable within TEXT_PATIENCE_S is not written at all.
+        If the states fail, or take COMMIT_PATIENCE_S, only the text is written. If the last states took long, the text
+        is written first. A write that cannot begin to be durable within TEXT_PATIENCE_S is not done at all.
         """
 
         def lost(err: StoreError, text: bool) -> None:
@@ -295,7 +295,7 @@ class Writer:
             for p, one in zip(done.checkpoints, pending, strict=False):
                 if p.why_not:
                     self._metrics.checkpoint_left_out()
-                    level = logging.WARNING if done.full is None else logging.DEBUG  # the condition says that
+                    level = logging.WARNING if done.full is None else logging.DEBUG  # the condition reports a full disk
                     log.log(level, "session %s: a checkpoint was left out: %s", session.id, p.why_not)
                 elif p.nbytes or not one.ahead:
                     self._metrics.checkpoint(p.nbytes, one.ms)
@@ -356,7 +356,7 @@ class Writer:
         states: Sequence[Encoded],
         write: Callable[[Sequence[Encoded]], Committed],
     ) -> Committed:
-        """Write states, and note how long they took, or how long they were given."""
+        """Write states, and note the time they took, or the time they were given."""
         try:
             done = write(states)
         except StoreError:
@@ -403,7 +403,7 @@ class Writer:
         self._work.put(work)
 
     def abandon(self, checkpoints: Sequence[Pending]) -> None:
-        """Forget checkpoints to which no turn comes."""
+        """Forget checkpoints that get no turn."""
         self._work.put(lambda: self._forget(checkpoints))
 
     def _forget(self, checkpoints: Sequence[Pending]) -> None:
@@ -436,13 +436,13 @@ class Writer:
         def work() -> None:
             try:
                 gone = self.store.drop_damaged(checkpoint_id, spec)
-            except StoreError as err:  # it is met again, and passed over again
-                log.warning("checkpoint %s is damaged and could not be taken out: %s", checkpoint_id, err)
+            except StoreError as err:  # it is found again, and passed over again
+                log.warning("checkpoint %s is damaged and could not be removed: %s", checkpoint_id, err)
                 return
             if gone:
                 self._unsettled = True
                 self._metrics.healed("checkpoints", gone)
-                log.warning("%d damaged checkpoints were taken out; what they stood for is read again", gone)
+                log.warning("%d damaged checkpoints were removed; their prompts are read again", gone)
 
         self._work.put(work)
 
@@ -475,7 +475,7 @@ class Writer:
                 try:
                     work()
                 finally:
-                    del work  # and with it the states that were written
+                    del work  # this frees the states that were written
                 if self._logged >= LOG_BYTES and self._work.empty():
                     self._move_log()
             except Exception:
@@ -491,10 +491,10 @@ class Writer:
             log.debug("the store's log is not moved into its file yet: %s", err)
 
     def _settle(self) -> None:
-        """Move commits from the log into the database file, and do what is still owed, while no work is queued."""
+        """Move commits from the log into the database file, and do owed work, while no work is queued."""
         self._unsettled = False
         self._logged = 0
-        if self._garbage:  # only now: memory that was given back costs as much to take again as to write
+        if self._garbage:  # only now: to take memory again costs as much as to write it
             self._garbage = False
             trim()
         try:
@@ -521,11 +521,11 @@ class Condition:
 
     @property
     def reason(self) -> str:
-        """Return why turns are not fully stored: a code of metrics.REASONS, or "" when all is well."""
+        """Return why turns are not fully stored: a code of metrics.REASONS, or "" if they are."""
         return self._reason
 
     def failed(self, err: StoreError, *, turns: int) -> None:
-        """Note a failed write. turns: how many were lost; 0 if their text was kept and their states were not.
+        """Note a failed write. turns: number that was lost; 0 if their text was stored but their states were not.
 
         A turn whose session was removed meanwhile does not count.
         """
@@ -540,10 +540,10 @@ class Condition:
         if known:
             log.debug("%s again: %s", what, err)
         else:
-            log.error("%s: %s (said once; /health and /metrics tell how it goes on)", what, err)
+            log.error("%s: %s (logged once; /health and /metrics show the present state)", what, err)
 
     def well(self) -> None:
-        """Note that a turn was stored with all that belongs to it."""
+        """Note that a turn was stored with its states."""
         with self._lock:
             before, self._reason = self._reason, ""
         if before:

@@ -1,4 +1,4 @@
-"""From a request to what has to be fed: the turn it continues, its text and ids, the checkpoint to start from."""
+"""From a request to its prompt: the turn it continues, its text and ids, and the checkpoint to start from."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from ssmd.text.template import Given, Template
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-SYSTEM_CHECKPOINT_TOKENS = 64  # a shorter beginning fits the bucket of what follows it: feeding it again is free
+SYSTEM_CHECKPOINT_TOKENS = 64  # least length of a beginning with a state of its own: a shorter one costs no bucket
 
-TRUNCATED = 0.6  # of the context that a prompt may take up once its oldest messages were left out
-LEAST_ROOM = 0.05  # of the context that must be left for an answer, or all that it may take
+TRUNCATED = 0.6  # share of the context that a prompt may take after its oldest messages were left out
+LEAST_ROOM = 0.05  # share of the context to leave for an answer, if it may take that much
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Prompt:
     text: Passage  # rendered and escaped; its beginning may be known by a hash only
     ids: Line  # at hand are at least those to feed; earlier ones may be known by a hash only
     stem: str | None  # the turn whose ids end where those at hand begin
-    settled: Settled | None  # as of the turn
+    settled: Settled | None  # as in the turn
     system: int  # ids of the system prompt, at whose end prefill stops, state kept or not; 0: it does not stop
     info: SessionInfo | None  # the session to store it in; None: nothing is stored
     parent: str | None  # the turn it continues
@@ -70,7 +70,7 @@ class _Place:
     turn: Turn | None = None
     length: int = 0  # messages of the turn's conversation
     stored: tuple[Message, ...] | None = None  # those messages, if they differ from the request's
-    heard: Mapping[str, Sequence[Message]] = field(default_factory=dict)  # as of a Prompt
+    heard: Mapping[str, Sequence[Message]] = field(default_factory=dict)  # as in a Prompt
 
 
 class Planner:
@@ -91,7 +91,7 @@ class Planner:
     def plan(self, request: Request, go_on: Callable[[], None] = lambda: None) -> Prompt:
         """Plan a request: the ids to feed, its place in a session, and the checkpoint to start from.
 
-        All is read from one snapshot of the store.
+        It reads one snapshot of the store.
         go_on: called now and then; what it raises passes through.
         Raises Rejected: an unknown session, a template that refuses, a prompt too long for the context.
         """
@@ -141,11 +141,11 @@ class Planner:
 
     def _prompt(self, request: Request, place: _Place, cut: int, shown: Shown, found: Found | None) -> Prompt:
         if not len(shown.ids):
-            raise Rejected("the model's chat template makes nothing of these messages", param="messages")
+            raise Rejected("the model's chat template renders these messages as an empty prompt", param="messages")
         if self._context is not None and len(shown.ids) >= self._context:
-            more = 'shorten them, start a new conversation, or let the oldest go with truncation: "auto"'
+            more = 'shorten them, start a new conversation, or leave out the oldest with truncation: "auto"'
             if request.truncate:
-                more = "that is without all that truncation leaves out: shorten the system prompt or the last message"
+                more = "truncation left out all it can: shorten the system prompt or the last message"
             raise Rejected(
                 f"this model's context is {self._context} tokens and the messages come to {len(shown.ids)} or more; "
                 f"{more}",
@@ -217,7 +217,7 @@ class Planner:
         )
 
     def _show(self, request: Request, place: _Place, cut: int, stored: Snapshot) -> Shown:
-        """Render the prompt, with what is stored of it. Raises Rejected if the template refuses it."""
+        """Render the prompt, with its stored beginning. Raises Rejected if the template refuses it."""
         turn, messages, now = place.turn, request.messages, self._now(place)
         if turn is None or place.heard:
             return self._reread(request, place, cut)
@@ -290,8 +290,8 @@ class Planner:
     def settled(self, stored: Snapshot, turn: Turn, info: SessionInfo, given: Given) -> tuple[Shown, bool] | None:
         """Render the beginning of all requests that go on from a stored turn.
 
-        Returns it, and whether the turn's own text agrees with it; None if the template has no such text.
-        given: as of the turn's request. Raises StoreError.
+        Returns it, and True if the turn's own text agrees with it; None if the template has no such text.
+        given: of the turn's request. Raises StoreError.
         """
         try:
             text = self._renderer.rest(turn, stored.first(turn), info.clock, given) if not turn.cut else None
@@ -313,7 +313,7 @@ class Planner:
 
 
 def _is_whole(path: Sequence[Turn]) -> bool:
-    """Return whether a path has all messages up to its end."""
+    """Return True if a path has all messages up to its end."""
     return all(t.sound for t in path) and path[0].parent is None
 
 
@@ -344,14 +344,14 @@ def cut_to_fit(
 ) -> int:
     """Return how many messages after the system prompt to leave out, so that an answer has room.
 
-    `cut`, if there is room without them, or nothing more to leave out. Otherwise so many that the prompt takes
-    TRUNCATED of the context, and that not every turn cuts again.
+    `cut`, if there is room without them, or nothing more to leave out. Otherwise so many that the prompt takes at most
+    TRUNCATED of the context. Then not every turn has to cut again.
     tokens: of the prompt without `cut` messages. tokens_with: returns them for another number.
     """
     if context - tokens >= min(max_tokens, int(context * LEAST_ROOM)):
         return cut
     head = system_prompt(messages)
-    # Each a user's message to begin with, and the last of them stays whatever it takes.
+    # Each remaining part begins with a user's message. The last user's message always stays.
     ends = [i - head for i, m in enumerate(messages) if m.role == "user" and i - head > cut]
     least, most = 0, len(ends) - 1
     while least < most:

@@ -1,4 +1,4 @@
-"""Prompts that no template makes: text or ids as a client sends them, and the states that their beginnings left."""
+"""Raw prompts: text or ids as a client sends them, without a template, and the stored states that they go on from."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PARAM = "prompt"
 
 
 class RawPlanner:
-    """Plans raw prompts for one program. They belong to no session: nothing is kept of them but states. Thread-safe."""
+    """Plans raw prompts for one program. They belong to no session: only states are kept of them. Thread-safe."""
 
     def __init__(self, scope: Scope, program: Program, tokenizer: Tokenizer, store: Store | None) -> None:
         self._scope, self._tokenizer, self._store = scope, tokenizer, store
         self._context, self._vocabulary = program.context, program.vocabulary
 
     def plan(self, request: Request, go_on: Callable[[], None] = lambda: None) -> Prompt:
-        """What a request feeds and which state it starts from. Raises Rejected, and what `go_on` raises."""
+        """Plan the ids to feed and the state to start from. Raises Rejected, and what `go_on` raises."""
         strangers = [t for t in request.sampling.logit_bias if t >= self._vocabulary]
         if strangers:
             raise Rejected(
@@ -37,7 +37,7 @@ class RawPlanner:
         raw = request.raw
         given = self.ids(raw, at_most=self._context, go_on=go_on) if isinstance(raw, str) else self.checked(raw or ())
         if not len(given):
-            raise Rejected("the prompt is empty, and so is what the model would go on from", param=PARAM)
+            raise Rejected("the prompt is empty; the model needs at least one token to go on from", param=PARAM)
         if self._context is not None and len(given) >= self._context:
             raise Rejected(
                 f"this model's context is {self._context} tokens and the prompt comes to {len(given)} or more; "
@@ -58,8 +58,10 @@ class RawPlanner:
         at_most: int | None = None,
         go_on: Callable[[], None] = lambda: None,
     ) -> Ids:
-        """The ids of a text. begin: with what the tokenizer puts before one. controls: control tokens' text counts as
-        those. param: what the text is called. at_most: of more than so many the first ones are enough. Raises Rejected.
+        """Return the ids of a text. Raises Rejected.
+
+        begin: put the tokenizer's beginning before it. controls: read the text of control tokens as control tokens.
+        param: the field's name in errors. at_most: of a longer text, at least so many ids and not all are returned.
         """
         tokenizer = self._tokenizer
         try:
@@ -67,26 +69,26 @@ class RawPlanner:
         except TokenizerError as err:
             raise Rejected(f"the model's tokenizer refuses this text: {err}", param=param) from err
         before = tokenizer.beginning if begin else ()
-        if tuple(ids[: len(before)].tolist()) != before:  # which a text may have written itself
+        if tuple(ids[: len(before)].tolist()) != before:  # the text may begin with it already
             ids = as_ids([*before, *ids.tolist()])
         return self.checked(ids, param)
 
     def checked(self, ids: Sequence[int] | Ids, param: str = PARAM) -> Ids:
-        """The ids, all of them the model's. Raises Rejected."""
+        """Return the ids as an array, if all are in the model's vocabulary. Raises Rejected."""
         try:
             found = as_ids(ids)
         except (ValueError, OverflowError):
             found = None
         if found is None or (len(found) and int(found.max()) >= self._vocabulary):
             raise Rejected(
-                f"{param} has a token that this model has not; ids go from 0 to {self._vocabulary - 1}",
+                f"{param} has a token id that this model does not have; ids go from 0 to {self._vocabulary - 1}",
                 code="invalid_value",
                 param=param,
             )
         return found
 
     def written(self, ids: Sequence[int]) -> str:
-        """The text of ids; control tokens by their names."""
+        """Return the text of ids, with control tokens by their names."""
         detokenizer, parts = Detokenizer(self._tokenizer), list[str]()
         for token in ids:
             if self._tokenizer.is_control(token):
@@ -96,11 +98,11 @@ class RawPlanner:
         return "".join([*parts, detokenizer.flush()])
 
     def piece(self, token: int) -> bytes:
-        """The bytes of a token."""
+        """Return the bytes of a token."""
         return self._tokenizer.token_bytes(token)
 
     def text(self, request: Request) -> str:
-        """What a request's prompt says."""
+        """Return the text of a request's prompt."""
         raw = request.raw
         return raw if isinstance(raw, str) else self.written(raw or ())
 
@@ -133,7 +135,7 @@ class RawPlanner:
 
 
 def echoing(deliver: Callable[[Event], None], text: str, choices: int) -> Callable[[Event], None]:
-    """What delivers a generation's events, with the prompt's text before that of each choice."""
+    """Return a function that delivers a generation's events, with the prompt's text at each choice's beginning."""
     silent = set(range(choices))
 
     def deliver_after(event: Event) -> None:

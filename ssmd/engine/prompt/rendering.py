@@ -1,7 +1,7 @@
-"""How a conversation reads to the model: its text and its ids, as a continuation of what is stored where that holds.
+"""Rendering of a conversation: its text and ids for the model, as a continuation of a stored turn if possible.
 
-Where a template is proven to keep what it wrote (text/jinja/appending.py), only what a request adds to the turn that it
-continues is rendered and tokenised, and nothing of the turns above is read.
+If a template is proven to keep what it wrote (text/jinja/appending.py), only the messages that a request adds to its
+turn are rendered and tokenized. Nothing of the turns above is read.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ssmd.text.telling import Telling, Told
 from ssmd.text.template import NOTHING_MORE, Given, Rendered, Template, TemplateError
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
-_VERSION = 1  # of what is made of messages before a template sees them
-_MAX_TRIED = 64  # turns above the last one whose text may be what a prompt goes on from
+_VERSION = 1  # of the changes to messages before a template gets them
+_MAX_TRIED = 64  # turns above the last one that are compared with a prompt
 _go_on: ContextVar[Callable[[], None]] = ContextVar("go_on", default=lambda: None)
 Above = Callable[[Turn], Turn | None]  # the turn above one, None at the root or if it cannot be read
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A conversation as the model reads it. stem: the turn whose text and ids end where those at hand begin."""
+    """A conversation as the model reads it. stem: the turn at whose end the text and ids held here begin."""
 
     text: Passage
     ids: Line
@@ -62,11 +62,11 @@ class Renderer:
 
     @property
     def tells_time(self) -> bool:
-        """Whether what is rendered may depend on the clock."""
+        """Return True if the rendered text may depend on the clock."""
         return "strftime_now" in self._template.source
 
     def render(self, messages: Sequence[Message], now: datetime, given: Given = NOTHING_MORE) -> Rendered:
-        """The whole text. Raises Rejected if the template refuses the messages."""
+        """Render the whole text. Raises Rejected if the template refuses the messages."""
         told = self._telling.told(given)
         shown, added = self._telling.conversation(messages, told)
         try:
@@ -89,9 +89,7 @@ class Renderer:
     @staticmethod
     @contextmanager
     def while_wanted(go_on: Callable[[], None]) -> Iterator[None]:
-        """What is tokenised within, in this thread, may take long: `go_on` is called now and then, to raise when nobody
-        waits for it.
-        """
+        """Call `go_on` now and then while this thread tokenizes within, so that it can raise if the client left."""
         before = _go_on.set(go_on)
         try:
             yield
@@ -99,11 +97,11 @@ class Renderer:
             _go_on.reset(before)
 
     def encode(self, text: str) -> Line:
-        """The ids of a whole text. Raises Rejected."""
+        """Return the ids of a whole text. Raises Rejected."""
         return Line(self.ids(text))
 
     def ids(self, text: str) -> Ids:
-        """The ids of a part of a text; of more than a context has, no more than show that. Raises Rejected."""
+        """Return the ids of a part of a text. Beyond a context's length, only enough to show that. Raises Rejected."""
         try:
             ids = self._tokenizer.ids(text, self._context, _go_on.get())
         except TokenizerError as err:
@@ -121,16 +119,16 @@ class Renderer:
         turn: Turn | None = None,
         above: Above | None = None,
     ) -> Shown:
-        """All of a conversation, with stored ids for the deepest turn whose text it continues.
+        """Render a whole conversation, with stored ids for the deepest turn whose text it continues.
 
-        Generated text need not tokenise back into the ids that were sampled: those are what the state saw. turn: the
-        one that it continues. Raises Rejected.
+        Generated text need not tokenize back into the sampled ids, and those are the ids that the state saw.
+        turn: the stored turn that the conversation continues. Raises Rejected.
         """
         rendered = self.render(messages, now, given)
         return replace(self.ids_of(rendered.text, turn, above), settled=self._settled(rendered, 0, given))
 
     def ids_of(self, text: str, turn: Turn | None, above: Above | None) -> Shown:
-        """A whole text with its ids: stored ones for the deepest turn that it goes on from, beginning at `turn`."""
+        """Return a whole text with its ids: stored ids of the deepest turn that it continues, from `turn` upward."""
         for _ in range(_MAX_TRIED):
             if turn is None or above is None:
                 break
@@ -142,9 +140,9 @@ class Renderer:
         return Shown(Passage(text), self.encode(text), None)
 
     def _goes_on(self, text: str, turn: Turn) -> bool:
-        """Whether the whole text begins with a turn's, which can be told apart there, and has ids of this model."""
+        """Return True if the text begins with a turn's text, can be encoded apart there, and can use its ids."""
         start, end = turn.text.start, len(turn.text)
-        if not turn.text.own or not len(turn.ids) or turn.lineage != self._lineage:  # only words, or another model's
+        if not turn.text.own or not len(turn.ids) or turn.lineage != self._lineage:  # without ids, or another model's
             return False
         if not text.startswith(turn.text.own, start) or Passage(text).hash(start) != turn.text.before:
             return False
@@ -153,10 +151,10 @@ class Renderer:
     def after(
         self, turn: Turn, first: Message, new: Sequence[Message], now: datetime, given: Given = NOTHING_MORE
     ) -> Shown | None:
-        """The end of a conversation that goes on from a turn: the turn's own text and what these messages add to it.
+        """Render the end of a conversation that continues a turn: the turn's own text and the text of new messages.
 
-        first: of the conversation. None where the template is not known to have left alone what it wrote before, or the
-        text does not go on from the turn's.
+        first: the conversation's first message. None if the template may have changed what it wrote before, or if the
+        text does not continue the turn's.
         """
         rendered = self._after(turn, first, new, now, given)
         if rendered is None:
@@ -171,7 +169,7 @@ class Renderer:
     def _after(
         self, turn: Turn, first: Message, new: Sequence[Message], now: datetime, given: Given
     ) -> Rendered | None:
-        """What is rendered from the beginning of the turn's own text on; `settled` counts from there."""
+        """Render from the beginning of the turn's own text on; `settled` counts from there."""
         settled, told = turn.settled, self._telling.told(given)
         if (
             settled is None
@@ -205,47 +203,48 @@ class Renderer:
         return Settled(found.messages, found.characters + base, self._identified(self._telling.told(given)))
 
     def _identified(self, told: Told) -> str:
-        """What a text is proven to stay with: what renders it, with the tools and the variables that it renders."""
+        """Return a digest of all that a proof holds for: the template, and the tools and variables that it renders."""
         return hashlib.sha256((self._identity + told.key).encode()).hexdigest() if told.key else self._identity
 
     def beginning(self, messages: Sequence[Message], now: datetime, given: Given = NOTHING_MORE) -> str:
-        """What is rendered for these messages whatever the user says next, up to the last control token."""
+        """Return the text rendered for these messages before any next user message, cut at its last control token."""
         a, b = (self.render([*messages, Message("user", probe)], now, given).text for probe in ("a", "b"))
         return a[: self._tokenizer.last_cut(a, _common(a, b))]
 
     def end(self, messages: Sequence[Message], now: datetime, given: Given = NOTHING_MORE) -> str:
-        """What every request begins with that goes on from these messages, as `rest`."""
+        """Return the text with which every continuation of these messages begins, as `rest`."""
         a, b = (self.render([*messages, probe], now, given) for probe in _probes(messages[-1]))
         return a.text[: self._end(a, b)]
 
     def _end(self, a: Rendered, b: Rendered) -> int:
-        """Where two renderings part that differ in the last message, or before that message if it is known where it
-        begins: what goes on from here is rendered from there on.
+        """Return where two renderings part that differ in the last message.
+
+        If it is known where that message begins, the end is no later: continuations are rendered from there on.
         """
         common = _common(a.text, b.text)
         return self._tokenizer.last_cut(a.text, common if a.settled is None else min(common, a.settled.characters))
 
     def rest(self, turn: Turn, first: Message, now: datetime, given: Given = NOTHING_MORE) -> Passage | None:
-        """What every request begins with that goes on from a turn, from where its own text begins; None if unknown."""
+        """Return the beginning of every continuation of a turn, from its own text on; None if unknown."""
         a, b = (self._after(turn, first, [probe], now, given) for probe in _probes(turn.answer))
         if a is None or b is None or turn.settled is None or turn.settled.characters <= turn.text.start:
             return None
         return Passage(a.text[: self._end(a, b)], turn.text.start, turn.text.before)
 
     def agrees(self, text: Passage, turn: Turn) -> bool:
-        """Whether a turn's text is a beginning of this one, from the same place on, and can be told apart there."""
+        """Return True if a turn's text is a prefix of `text`, from the same start, and can be encoded apart there."""
         if text.start != turn.text.start or text.before != turn.text.before:
             return False
         return text.own.startswith(turn.text.own) and self._tokenizer.ends_at_control(text.own, len(turn.text.own))
 
     def apart(self, stem: Turn, turn: Turn) -> bool:
-        """Whether the ids of a turn's own text do not depend on the text of its stem, which stands before it."""
+        """Return True if the ids of a turn's own text do not depend on the text of its stem, which precedes it."""
         before = stem.text.own
         return bool(before) and self._tokenizer.ends_at_control(before + turn.text.own, len(before))
 
 
 def _without(rendered: Rendered, added: int) -> Rendered:
-    """The rendering of a conversation that had so many messages added in front, which are not counted."""
+    """Return the rendering without the `added` messages in the counts. They were put before the conversation."""
     settled = rendered.settled
     if settled is None or not added:
         return rendered
@@ -254,7 +253,7 @@ def _without(rendered: Rendered, added: int) -> Rendered:
 
 
 def _probes(answer: Message) -> Iterator[Message]:
-    """Two messages that may come next: the user's, or the result of a call."""
+    """Yield two messages that may come next: the user's, or the result of a call."""
     call = answer.tool_calls[0].id if answer.tool_calls else None
     for content in ("a", "b"):
         yield Message("user", content) if call is None else Message("tool", content, tool_call_id=call)

@@ -1,11 +1,11 @@
-"""Which of the likely tokens may be drawn: locally typical sampling, and XTC, which leaves out the top choices.
+"""Filters of likely tokens: locally typical sampling, and XTC, which leaves out the top choices.
 
-typical_p: Meister et al., "Locally Typical Sampling" (arXiv:2202.00666, section 5), as in transformers: the tokens
-whose surprise is nearest to the entropy, until their mass reaches typical_p. XTC ("exclude top choices", of
-text-generation-webui and llama.cpp): with a probability, all tokens of at least a threshold but the least of them go.
+typical_p: Meister et al., "Locally Typical Sampling" (arXiv:2202.00666, section 5), as in transformers. It keeps the
+tokens whose surprise is nearest to the entropy, until their mass reaches typical_p. XTC ("exclude top choices", of
+text-generation-webui and llama.cpp): of all tokens above a threshold only the least likely stays, with a probability.
 
-Where more than one of these bounds the set, the set itself has to be known: typical_p, top_p, min_p, XTC, in the order
-of llama.cpp, each of what the one before left.
+If several filters are on, the set itself has to be computed. The order is that of llama.cpp: typical_p, top_p, min_p,
+XTC. Each filters the set that the one before left.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROWS = 64
-SORT_BELOW = 2048  # so few keys are quicker sorted than split again
-MAX_XTC_THRESHOLD = 0.5  # two tokens cannot both have more
-_PICKS = 128  # tokens, as probable as they are, whose keys tell where about the end is
-_SLACK = 8  # of them, to both sides
+SORT_BELOW = 2048  # keys up to which sorting is quicker than another split
+MAX_XTC_THRESHOLD = 0.5  # no two tokens can both have more
+_PICKS = 128  # tokens sampled by their probability, to estimate the key at the end of the set
+_SLACK = 8  # of them, added on both sides of the estimate
 _SOME = 256
-LEAST = 1e-30  # weight of a token that may be drawn
-_LEAST_SCALED = np.float32(-1e4)  # instead of -inf, which times 0 is no number
+LEAST = 1e-30  # least weight of a token that may be drawn
+_LEAST_SCALED = np.float32(-1e4)  # in place of -inf, whose product with 0 is NaN
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.intp]
@@ -30,7 +30,7 @@ Ids = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Filters:
-    """typical_p 1, top_p 1, min_p 0 and xtc_probability 0 are off, as is a threshold above 0.5."""
+    """Options of the filters. typical_p 1, top_p 1, min_p 0, xtc_probability 0 and a threshold above 0.5 are off."""
 
     typical_p: float
     top_p: float
@@ -40,13 +40,13 @@ class Filters:
 
     @property
     def typical_alone(self) -> bool:
-        """Whether a draw from all is enough, if what is drawn may be refused."""
+        """Return True if typical_p alone is on: then drawing from all tokens and rejecting is enough."""
         return self.top_p >= 1.0 and not self.min_p and not self.xtc_probability
 
     def apply(self, scaled: Floats, weights: Floats, random: np.random.Generator) -> None:
-        """Set the weights to 0 of what may not be drawn; one at least stays.
+        """Set the weights of excluded tokens to 0. At least one token stays.
 
-        scaled: (logit - highest) / temperature [V], which is written over. weights: exp of that [V].
+        scaled: (logit - highest) / temperature [V]; it is overwritten. weights: exp(scaled) [V].
         """
         if self.typical_p < 1.0:
             near = nearness(scaled, weights)
@@ -63,12 +63,12 @@ class Filters:
             return
         top = np.flatnonzero(weights >= max(self.xtc_threshold * weights.sum(dtype=np.float64), LEAST))
         if top.size > 1:
-            stays = top[np.flatnonzero(weights[top] == weights[top].min())[-1]]  # of some equal ones the last
+            stays = top[np.flatnonzero(weights[top] == weights[top].min())[-1]]  # of equal ones the last
             weights[top[top != stays]] = 0
 
 
 def nearness(scaled: Floats, weights: Floats) -> Floats:
-    """How near each token's surprise is to the entropy: 0, or less; in the place of `scaled`, of any shape.
+    """Return how near each token's surprise is to the entropy, 0 or less. It is written over `scaled`, of any shape.
 
     The log of the sum of weights is in both, and cancels out.
     """
@@ -80,9 +80,9 @@ def nearness(scaled: Floats, weights: Floats) -> Floats:
 
 
 def _keep_least(keys: Floats, weights: Floats, share: float) -> None:
-    """Set the weights [n] to 0 but of the tokens with the least keys, until those come to that share of all.
+    """Set the weights [n] to 0 of all but the tokens with the least keys whose mass comes to `share` of the total.
 
-    Ties: lower id first. One stays at least. All keys are never sorted.
+    Ties: lower id first. At least one token stays. The keys are never sorted as a whole.
     """
     missing = max(share * float(weights.sum(dtype=np.float64)), LEAST)
     low, high = _bracket(keys, weights, share)
@@ -105,7 +105,7 @@ def _keep_least(keys: Floats, weights: Floats, share: float) -> None:
 
 
 def _bracket(keys: Floats, weights: Floats, share: float) -> tuple[float, float]:
-    """Two keys between which the end probably is; nothing and everything where that is not worth looking for."""
+    """Return two keys between which the end probably is; (-inf, inf) if an estimate does not pay."""
     if keys.size <= SORT_BELOW or keys.size % ROWS:
         return -np.inf, np.inf
     rows = weights.reshape(ROWS, -1)
@@ -122,7 +122,7 @@ def _bracket(keys: Floats, weights: Floats, share: float) -> tuple[float, float]
 
 
 def _least(places: Ids, keys: Floats, weights: Floats, missing: float) -> Ids:
-    """Of these places those with the least keys, until their weights come to what is missing."""
+    """Return the places with the least keys whose weights come to `missing`."""
     kept: list[Ids] = []
     while (size := places.size) > SORT_BELOW:
         some = np.argsort(keys[:: size // _SOME])
@@ -141,13 +141,13 @@ def _least(places: Ids, keys: Floats, weights: Floats, missing: float) -> Ids:
                 kept.append(places[under])
             places, keys, weights = places[part], keys[part], weights[part]
         if places.size == size:
-            break  # there are a few different ones only
+            break  # only a few keys differ
     order = np.argsort(keys, kind="stable")
     return np.concatenate([*kept, places[order[: _reach(weights[order], missing) + 1]]])
 
 
 def _reach(weights: Floats, missing: float) -> int:
-    """The place at which the running total comes to what is missing; or the last one."""
+    """Return the index at which the running total of weights reaches `missing`, or the last index."""
     starts = np.arange(0, weights.size, ROWS)
     if not starts.size:
         return 0

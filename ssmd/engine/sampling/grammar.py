@@ -1,7 +1,7 @@
-"""Grammars of answers: read by llguidance against a model's own tokenizer, and followed by each choice as it is said.
+"""Grammars of answers: read by llguidance against a model's own tokenizer, and followed by each choice token by token.
 
-llguidance keeps a parser; of every token of the vocabulary it tells whether the answer may go on with it. That takes
-tens of microseconds, or milliseconds for what is hard, and is done in a thread while the device computes the step.
+llguidance keeps a parser, and computes for every token of the vocabulary if the answer may go on with it. That takes
+tens of microseconds, or milliseconds for hard grammars. It is done in a thread while the device computes the step.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ssmd.text.tokenizer import Tokenizer, TokenizerError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_BYTES = 256 << 10  # of a grammar; a schema of 1,000 properties has a tenth of it
-MAX_FORCED = 5000  # tokens that an answer may be bound to begin with
-FORCED_LEAST = 5  # tokens in a row that can be nothing else, from which on feeding them at once is quicker than steps
-_SHOWN = 300  # characters of what llguidance says
+MAX_BYTES = 256 << 10  # size of a grammar; a schema of 1,000 properties has a tenth of it
+MAX_FORCED = 5000  # tokens that a grammar may force at an answer's beginning
+FORCED_LEAST = 5  # forced tokens in a row from which on feeding them at once is quicker than steps
+_SHOWN = 300  # characters of llguidance's error in a message
 _THREADS = 2
-_KEPT = 8  # grammars that were read: tools and schemas come with each turn anew
-_UNFIT = "doesn't satisfy the grammar"  # what llguidance says of a token that may not come
-_MARK = b"\xff"  # before the name of a token that is none of the text, as llguidance wants it
+_KEPT = 8  # grammars kept after they were read: each turn sends its tools and schemas again
+_UNFIT = "doesn't satisfy the grammar"  # llguidance's error for a token that is not allowed
+_MARK = b"\xff"  # prefix of a control token's name, as llguidance wants it
 
 Floats = NDArray[np.float32]
 
 MAX_PARTS = 500  # properties of one object, or schemas of one list: the time to read them grows with the square
-MAX_KEYS = 10_000  # of all objects together
-MAX_LEVELS = 1000  # through references, too: they are read by recursion, and a stack ends, with the process, at 3,000
-MAX_PATTERN_CHARS = 16 << 10  # of all patterns: the time to read one grows faster than its length
+MAX_KEYS = 10_000  # keys of all objects together
+MAX_LEVELS = 1000  # levels, through references too: recursion overflows the stack, and ends the process, at 3,000
+MAX_PATTERN_CHARS = 16 << 10  # characters of all patterns: the time to read one grows faster than its length
 # Bounds of numbers. llguidance reads them as floats, and near the least integer of 64 bits it ends the process.
 LEAST, MOST = -(1 << 62), 1 << 62
-MAXIMUM = (1 << 63) - 1  # of what many call a long: it comes out as that
+MAXIMUM = (1 << 63) - 1  # largest signed 64-bit integer, a common `maximum`; llguidance reads it as this number
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -52,11 +52,11 @@ _REFERENCE = re.compile(r"^(?:Pointer|Resource) '([^']*)'")
 _NAME = re.compile(r"[\w$]+")
 
 MAX_LARK_BYTES = 32 << 10
-MAX_RULES = 256  # they are read by recursion, and a stack ends, with the process, at 3,000
+MAX_RULES = 256  # rules: recursion overflows the stack, and ends the process, at 3,000
 
-# With any of these a part of an answer may be bound to go on without end, as in A+ "A": what is repeated takes it all.
+# Any of these may force a part of an answer without end, as in A+ "A": the repetition takes every "A".
 _ENDLESS = re.compile(r"[*+~\\]|,\s*\}|x-guidance|%regex")
-_ONE_BY_ONE = '\n%llguidance {"no_forcing": true}\n'  # the last one counts
+_ONE_BY_ONE = '\n%llguidance {"no_forcing": true}\n'  # the last option counts
 _RULE = re.compile(r"[\w\]}]\s*:")
 _SCHEMA = re.compile(r"%json\s*(?=[{\[\"])")
 
@@ -65,11 +65,11 @@ class Grammars:
     """Reads grammars for one model. Used from many threads. Nothing is imported or made before the first grammar."""
 
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Collection[int], vocabulary: int) -> None:
-        """vocabulary: of the model's logits, which may be padded."""
+        """Prepare for a model. vocabulary: number of its logits, which may be padded."""
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        self._stop_tokens = sorted(stop_tokens) or [vocabulary]  # one that cannot be drawn, where there is none
+        self._stop_tokens = sorted(stop_tokens) or [vocabulary]  # without any: an id that cannot be drawn
         self._making = threading.Lock()
-        self._kept: OrderedDict[Grammar, Guide] = OrderedDict()  # the one used last is the last
+        self._kept: OrderedDict[Grammar, Guide] = OrderedDict()  # last used last
 
     def read(self, grammar: Grammar) -> Guide:
         """Return the guide of an answer from its beginning on; use `Guide.copy` for each choice.
@@ -112,7 +112,7 @@ class Grammars:
         return guide
 
     def warm_up(self) -> Steps:
-        """Make what the first grammar needs: others' answers would have to wait for it, tenths of a second."""
+        """Build in steps what the first grammar needs. Others' answers would wait for it, tenths of a second."""
         with self._making:
             _ = self._tokens
         yield
@@ -122,7 +122,7 @@ class Grammars:
 
     @cached_property
     def _lead(self) -> str:
-        """Return what an answer's first token has in front, and the answer's text lacks."""
+        """Return the text that decoding puts before an answer's first token, and that the answer's text lacks."""
         decoding = self._tokenizer.decoding
         return decoding.separator.decode() or (" " if decoding.first_drops or decoding.strip[1] else "")
 
@@ -130,7 +130,7 @@ class Grammars:
     def _known(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        # It takes anything that is like its own TokenizerWrapper.
+        # llguidance takes any object that is like its own TokenizerWrapper.
         tokens: Any = self._tokens
         return LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=self._stop_tokens)
 
@@ -144,7 +144,7 @@ class Grammars:
 
 
 class Guide:
-    """The tokens that a choice may say next. For the worker only."""
+    """The tokens that a choice may have next. For the worker only."""
 
     def __init__(
         self,
@@ -172,11 +172,11 @@ class Guide:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether any token may come."""
+        """Return True if any token is allowed."""
         return bool((self.mask() == 0).any())
 
     def mask(self) -> Floats:
-        """Return what to add to the logits [V]: 0 for each token that may come, else -inf. Raises Rejected."""
+        """Return the values to add to the logits [V]: 0 for an allowed token, else -inf. Raises Rejected."""
         if self._making is not None:
             self._making.result()
             self._making = None
@@ -185,7 +185,7 @@ class Guide:
         return self._mask.reshape(-1)[: self._vocabulary]
 
     def behind(self, text: str) -> Guide | None:
-        """Copy it and go on behind `text`, before any token was taken; None if no answer begins with that."""
+        """Copy it and advance past `text`, before any token was taken. None if no answer begins with that text."""
         copy, ids = self.copy(), self._known.tokenize_str(text)
         if copy._matcher.try_consume_tokens(ids) < len(ids):
             return None
@@ -193,9 +193,9 @@ class Guide:
         return copy
 
     def take(self, token: int, room: int = 0) -> list[int]:
-        """Advance by a token that may come, and begin the next mask. Return the tokens that must follow.
+        """Advance by an allowed token, and begin the next mask. Return the tokens that must follow.
 
-        Those are taken too: at most `room`, and none if they are too few to be fed at once. Raises Rejected.
+        They are taken too: at most `room`, and none if they are too few to be fed at once. Raises Rejected.
         """
         self.mask()  # one thread at a time
         matcher, forced = self._matcher, list[int]()
@@ -227,7 +227,7 @@ class Guide:
 
 
 class _Vocabulary:
-    """A model's tokens as llguidance asks for them."""
+    """A model's tokens in llguidance's interface."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -247,10 +247,10 @@ class _Vocabulary:
     def __call__(self, text: str | bytes) -> list[int]:
         """Encode a text that must come: with the tokenizer, if its ids spell the very bytes.
 
-        It must not raise: its caller, llguidance, cannot go on then.
+        It must not raise: llguidance, its caller, cannot handle that.
         """
         data = text if isinstance(text, bytes) else text.encode(errors="replace")
-        if not self._tokenizer.is_apart:  # else another process would be asked, for every mask
+        if not self._tokenizer.is_apart:  # else every mask would ask another process
             try:
                 ids = self._tokenizer.encode(self._tokenizer.escape(data.decode()))
             except (TokenizerError, UnicodeDecodeError):
@@ -290,7 +290,7 @@ _BITS = _bits()
 
 
 def _limits() -> LLParserLimits:
-    """Bounds of time and memory: a hundred milliseconds to read a grammar, some for a mask; beyond that it fails."""
+    """Return bounds of time and memory: about 100 ms to read a grammar, some ms for a mask. Beyond that it fails."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -305,7 +305,7 @@ def _limits() -> LLParserLimits:
 
 
 def _led(text: str, lead: str) -> str:
-    """Build a grammar whose answers begin with `lead` besides."""
+    """Build a grammar whose answers begin with `lead` in addition."""
     if not lead:
         return text
     inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
@@ -321,7 +321,7 @@ def _schema_of(text: str) -> Any:
 def _said(matcher: LLMatcher) -> str:
     """Return llguidance's error."""
     said = matcher.get_error().replace("<non-verbose/>", "").strip()
-    return said.replace("NoExtensionBias", "nothing can be said that fits")[:_SHOWN]
+    return said.replace("NoExtensionBias", "no text fits it")[:_SHOWN]
 
 
 def check_size(schema: Any, param: str) -> None:
@@ -330,14 +330,14 @@ def check_size(schema: Any, param: str) -> None:
     for count, (way, keyword, value) in enumerate(_keywords({"": schema}, "")):
         way = way.removeprefix('[""]')
         if isinstance(value, dict) and not _counts(value):
-            said = "is possible up to one more than what is required: nothing keeps a key from coming twice"
+            said = "can be at most one more than the number of required keys: a key could come twice"
             raise _unsupported(f"{param}{way}.minProperties", said)
         if count >= MAX_KEYS:
             raise _unsupported(param, f"has more than {MAX_KEYS} keys")
         if (isinstance(value, dict) or (isinstance(value, list) and keyword in _LISTS)) and len(value) > MAX_PARTS:
             raise _unsupported(f"{param}{way}", f"has {len(value)} parts, at most {MAX_PARTS} are possible")
         if keyword in _BOUNDS and isinstance(value, int | float) and not _is_kept(keyword, value):
-            raise _unsupported(f"{param}{way}", "is possible from -2^62 to 2^62, where it is exact as a 64-bit float")
+            raise _unsupported(f"{param}{way}", "must be from -2^62 to 2^62 and exact as a 64-bit float")
         if isinstance(value, dict) and keyword == "patternProperties":
             patterns += sum(map(len, value))
         elif isinstance(value, str) and keyword == "pattern":
@@ -345,7 +345,7 @@ def check_size(schema: Any, param: str) -> None:
         elif isinstance(value, str) and keyword == "$ref":
             references.add(value)
         elif isinstance(value, str) and keyword in ("$id", "id"):
-            named = True  # ways from a root may begin there
+            named = True  # references may begin there
         if patterns > MAX_PATTERN_CHARS:
             said = f"has patterns of more than {MAX_PATTERN_CHARS} characters up to here"
             raise _unsupported(f"{param}{way}", said)
@@ -353,7 +353,7 @@ def check_size(schema: Any, param: str) -> None:
 
 
 def _check_levels(schema: Any, references: Collection[str], named: bool, param: str) -> None:
-    """Raise Rejected if a schema nests too deeply. named: parts of it have names that references may use."""
+    """Raise Rejected if a schema nests too deeply. named: parts of it have an $id that references may use."""
     whole = levels = _levels(schema)
     counted = {id(schema)}
     for reference in references:
@@ -369,7 +369,7 @@ def _check_levels(schema: Any, references: Collection[str], named: bool, param: 
 
 
 def place_of(schema: Any, why: str) -> str:
-    """Return the way to the keyword that llguidance refuses, "" if that is not known. why: its error."""
+    """Return the path of the keyword that llguidance refuses, "" if that is unknown. why: llguidance's error."""
     wanted = _wanted(why)
     if wanted is not None:
         for way, keyword, value in _keywords(schema, ""):
@@ -379,7 +379,7 @@ def place_of(schema: Any, why: str) -> str:
 
 
 def _wanted(why: str) -> Callable[[str, Any], bool] | None:
-    """Return a test for the keyword and value that llguidance's error means; None if it names none."""
+    """Return a test for the keyword and value that llguidance's error names; None if it names none."""
     if found := _KEYWORD.search(why):
         name = found[1]
         return lambda keyword, value: keyword == name
@@ -393,7 +393,7 @@ def _wanted(why: str) -> Callable[[str, Any], bool] | None:
 
 
 def _keywords(value: Any, way: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield every key in a schema, in order: the way to it, the key, its value."""
+    """Yield every key of a schema, in order: (its path, the key, its value)."""
     if isinstance(value, dict):
         for key, inner in value.items():
             mine = f"{way}.{key}" if _NAME.fullmatch(key) else f"{way}[{json.dumps(key)}]"
@@ -409,18 +409,18 @@ def _unsupported(param: str, why: str) -> Rejected:
 
 
 def _is_kept(keyword: str, bound: float) -> bool:
-    """Return whether llguidance reads a bound as the number it is."""
+    """Return True if llguidance reads a bound as exactly this number."""
     return (LEAST <= bound <= MOST and float(bound) == bound) or (keyword == "maximum" and bound == MAXIMUM)
 
 
 def _counts(schema: dict[str, Any]) -> bool:
-    """Return whether the required properties of an object, and one more, reach `minProperties`."""
+    """Return True if `minProperties` is at most one more than the number of required properties."""
     least, required = schema.get("minProperties"), schema.get("required")
     return not isinstance(least, int) or least <= 1 + (len({*map(str, required)}) if isinstance(required, list) else 0)
 
 
 def _target(schema: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference points to; None if no way from the root leads there."""
+    """Return the part of a schema that a reference points to; None if no path from the root leads there."""
     found = schema if reference.startswith("#/") or reference == "#" else None
     if found is not None and reference != "#":
         for step in unquote(reference[2:]).split("/"):
@@ -449,14 +449,14 @@ def check_lark(text: str, param: str) -> None:
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError):
-            raise _wrong(param, "has a schema (%json) that is no JSON") from None
+            raise _wrong(param, "has a schema (%json) that is not JSON") from None
         check_size(schema, param)
 
 
 def held(text: str) -> str:
-    """A grammar of which llguidance says in finite time what is bound to come: nothing, where that might have no end.
+    """Return the grammar, with forcing turned off if a forced part of an answer might have no end.
 
-    It asks for no more than the next byte that is possible, in a loop that nothing bounds, and holds up the process.
+    llguidance computes forced bytes in a loop without a bound, so an endless part would block the process.
     """
     return text + _ONE_BY_ONE if _ENDLESS.search(text) else text
 

@@ -1,4 +1,4 @@
-"""What may be asked of sampling, and within which bounds."""
+"""The sampling options of a request, and their bounds."""
 
 from __future__ import annotations
 
@@ -10,46 +10,41 @@ from ssmd.engine.sampling.penalties import Dry
 from ssmd.model.defaults import EVERYTHING, MAX_BREAKERS, MAX_INT, OPTIONS, Option
 
 MAX_TOP_LOGPROBS = 20
-MAX_TEMPERATURE = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 10_000
-LAST_N = 64  # tokens that a repetition penalty counts, as in llama.cpp
+
+
+def _number(name: str) -> float:
+    return OPTIONS[name].otherwise
+
+
+def _whole(name: str) -> int:
+    return int(OPTIONS[name].otherwise)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0, `typical_p` 1, `xtc_probability` 0,
-    `repetition_penalty` 1, `frequency_penalty` 0, `presence_penalty` 0 and no `dry` are off; `logit_bias` is added to
-    raw logits.
+    """Sampling options of a request. Raises ValueError with the field and its value."""
 
-    min_p: least probability, as a share of the likeliest token's. typical_p, xtc_probability, xtc_threshold: as in
-    filters.py. repeat_last_n: tokens of prompt and answer that the penalty counts, 0 none, -1 all.
-
-    Raises ValueError naming the field and its value.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    repetition_penalty: float = 1.0
-    repeat_last_n: int = LAST_N
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    dry: Dry | None = None
+    temperature: float = _number("temperature")  # 0: greedy
+    top_p: float = _number("top_p")  # 1: off
+    top_k: int = _whole("top_k")  # 0: off
+    min_p: float = _number("min_p")  # least probability, as a share of the likeliest token's; 0: off
+    typical_p: float = _number("typical_p")  # as in filters.py; 1: off
+    xtc_probability: float = _number("xtc_probability")  # as in filters.py; 0: off
+    xtc_threshold: float = _number("xtc_threshold")
+    repetition_penalty: float = _number("repetition_penalty")  # 1: off
+    repeat_last_n: int = _whole("repeat_last_n")  # tokens of prompt and answer that this counts; 0: none, -1: all
+    frequency_penalty: float = _number("frequency_penalty")  # 0: off
+    presence_penalty: float = _number("presence_penalty")  # 0: off
+    dry: Dry | None = None  # None: off
     seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id; added to raw logits
     logprobs: bool = False
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        Option(0, MAX_TEMPERATURE).checked("temperature", self.temperature)
-        for name in ("top_p", "top_k", "min_p", "typical_p", "xtc_probability", "xtc_threshold"):
-            OPTIONS[name].checked(name, getattr(self, name))
-        for name in ("repetition_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty"):
+        for name in OPTIONS.keys() & vars(self).keys():
             OPTIONS[name].checked(name, getattr(self, name))
         if self.dry is not None:
             _check_dry(self.dry)
@@ -67,7 +62,7 @@ class SamplingParams:
             Option(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).checked(f"logit_bias of token {token}", bias)
 
     def counted(self, length: int) -> int:
-        """How many of the last ids of a prompt of so many have to be known."""
+        """Return how many of the last ids of a prompt the penalties count. length: ids of the prompt."""
         windows = [] if self.repetition_penalty == 1.0 else [self.repeat_last_n]
         if self.dry is not None:
             windows.append(self.dry.last_n)
@@ -75,7 +70,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> Filters | None:
-        """What bounds the set of tokens to draw from, where that has to be known; None where a draw is enough."""
+        """Return the filters if the set of possible tokens must be computed; None if a draw is enough."""
         if self.typical_p >= 1.0 and not self.xtc_probability:
             return None
         return Filters(self.typical_p, self.top_p, self.min_p, self.xtc_probability, self.xtc_threshold)

@@ -8,49 +8,49 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.model.defaults import EVERYTHING
+from ssmd.model.defaults import EVERYTHING, OPTIONS
 
 BREAKERS = ("\n", ":", '"', "*")
-_LONGER = 50  # tokens beyond the allowed length, after which a sequence is not followed further back
-_MORE = 256  # tokens that there is made room for at a time, at least
-_MOST = 1e30  # that is subtracted
+_LONGER = 50  # tokens of a match beyond the allowed length; a longer match is not followed further back
+_MORE = 256  # least growth of the token buffer
+_MOST = 1e30  # largest penalty that is subtracted
 
 Floats = NDArray[np.float32]
 
-_MORE_IDS = 64  # ids that there is made room for at a time, at least
+_MORE_IDS = 64  # least growth of an id buffer
 
 
 @dataclass(frozen=True)
 class Dry:
-    """multiplier 0 is off. last_n: tokens of prompt and answer that are looked at, 0 none, -1 all. breakers: texts; a
-    token that holds one of them is one. prompt: False looks at the answer alone.
-    """
+    """Options of DRY. multiplier 0 is off."""
 
     multiplier: float
-    base: float = 1.75
-    allowed_length: int = 2
-    last_n: int = EVERYTHING
-    breakers: tuple[str, ...] = BREAKERS
-    prompt: bool = True
+    base: float = OPTIONS["dry_base"].otherwise
+    allowed_length: int = int(OPTIONS["dry_allowed_length"].otherwise)
+    last_n: int = int(
+        OPTIONS["dry_penalty_last_n"].otherwise
+    )  # tokens of prompt and answer to search; 0: none, -1: all
+    breakers: tuple[str, ...] = BREAKERS  # texts; a token that contains one of them is a breaker
+    prompt: bool = True  # False: search the answer alone
 
 
 class DryPenalty:
-    """The tokens so far, and at each how many end there as the last ones do now: carried on from token to token.
+    """DRY penalty. Holds the tokens so far, and at each the length of the match that ends there with the last tokens.
 
-    Of text-generation-webui (oobabooga/text-generation-webui#5677), as llama.cpp has it: where the last n tokens stood
-    before, followed by a token, `multiplier * base ** (n - allowed_length)` is subtracted from that token's logit if n
-    is `allowed_length` or more, of the longest such n. Sequences end at breakers, which repeat in every text.
+    From text-generation-webui (oobabooga/text-generation-webui#5677), in llama.cpp's form. If the last n tokens stood
+    before, the token that followed them there is penalised: `multiplier * base ** (n - allowed_length)` is subtracted
+    from its logit, for the longest n of at least `allowed_length`. Matches end at breakers, which repeat in every text.
     """
 
     def __init__(self, dry: Dry, breakers: Collection[int], before: NDArray[np.int32]) -> None:
-        """breakers: ids. before: a prompt's ids [n], the last `last_n` at least."""
+        """Start behind a prompt. breakers: ids. before: the prompt's ids [n], at least the last `last_n`."""
         self._dry, self._breakers = dry, frozenset(breakers)
         self._longest = dry.allowed_length + _LONGER
         before = before if dry.prompt else before[:0]
         ids = before if dry.last_n == EVERYTHING else before[-dry.last_n :]
         self._count = ids.size
         self._ids = np.concatenate([ids.astype(np.intp), np.empty(_MORE, np.intp)])
-        self._same = np.zeros(self._ids.size, np.int32)  # tokens up to a place that are as the last ones
+        self._same = np.zeros(self._ids.size, np.int32)  # length of the match that ends at each place
         places, n = np.arange(max(0, ids.size - 1)), 0
         while places.size and n < self._longest and (token := int(ids[-1 - n])) not in self._breakers:
             places = places[places >= n]
@@ -59,7 +59,7 @@ class DryPenalty:
             self._same[places] = n
 
     def add(self, token: int) -> None:
-        """Count a token that was said."""
+        """Count a token of the answer."""
         if self._count == self._ids.size:
             more = max(_MORE, self._count)
             self._ids = np.concatenate([self._ids, np.empty(more, np.intp)])
@@ -68,7 +68,7 @@ class DryPenalty:
         if token in self._breakers:
             same[:] = 0
         elif ids.size:
-            longer = np.minimum(same[:-1] + 1, self._longest)  # what ended one place before goes on here
+            longer = np.minimum(same[:-1] + 1, self._longest)  # a match that ended one place before goes on here
             same[1:] = np.where(ids[1:] == token, longer, 0)
             same[0] = ids[0] == token
         self._ids[self._count] = token
@@ -76,15 +76,15 @@ class DryPenalty:
 
     @property
     def _first(self) -> int:
-        """The place where the window begins."""
+        """Return the place at which the window begins."""
         return 0 if self._dry.last_n == EVERYTHING else max(0, self._count - self._dry.last_n)
 
     def penalize(self, logits: Floats) -> None:
-        """Change the logits [V] of what would repeat, in place."""
+        """Lower the logits [V] of tokens that would repeat, in place."""
         first, dry = self._first, self._dry
         if self._count - first < 2:
             return
-        # At a place of the window no more than it holds before that can be the same.
+        # A match within the window is no longer than the window's part before it.
         same = np.minimum(self._same[first : self._count - 1], np.arange(1, self._count - first))
         places = np.flatnonzero(same >= dry.allowed_length)
         if not places.size:
@@ -98,15 +98,18 @@ class DryPenalty:
 
 
 class Repetition:
-    """The ids of the last tokens, the next one written over the oldest.
+    """Repetition penalty: the ids of the last tokens in a ring buffer.
 
-    The repetition penalty of the CTRL paper (arXiv:1909.05858, section 4.1), as transformers and llama.cpp have it: a
-    logit above 0 is divided by the penalty, one below is multiplied, once for each token of the window, however often
-    it stands there. The window is over prompt and answer alike, as in llama.cpp.
+    From the CTRL paper (arXiv:1909.05858, section 4.1), as in transformers and llama.cpp. A logit above 0 is divided
+    by the penalty, one below 0 is multiplied. Each token of the window counts once, however often it stands there. The
+    window spans prompt and answer, as in llama.cpp.
     """
 
     def __init__(self, penalty: float, last_n: int, before: NDArray[np.int32]) -> None:
-        """last_n: how many tokens count, EVERYTHING for all. before: a prompt's ids [n], the last `last_n` at least."""
+        """Start behind a prompt.
+
+        last_n: size of the window, EVERYTHING for all. before: the prompt's ids [n], at least the last `last_n`.
+        """
         self._penalty = np.float32(penalty)
         self._last_n = last_n
         self._known: set[int] | None = None
@@ -119,7 +122,7 @@ class Repetition:
         self._filled = self._next
 
     def add(self, token: int) -> None:
-        """Count a token that was said."""
+        """Count a token of the answer."""
         if self._known is not None:
             if token in self._known:
                 return
@@ -133,18 +136,18 @@ class Repetition:
         self._filled = max(self._filled, self._next)
 
     def penalize(self, logits: Floats) -> None:
-        """Change the logits [V] of these tokens, in place."""
+        """Change the logits [V] of the tokens in the window, in place."""
         ids = self._ids[: self._filled]
         values = logits[ids]
-        # An id that stands there twice is written twice, both times from what its logit was before.
+        # A repeated id is written twice, both times from its logit before.
         logits[ids] = np.where(values > 0, values / self._penalty, values * self._penalty)
 
 
 class Frequency:
-    """The ids that an answer has, each once, and how often.
+    """Frequency and presence penalties: the ids of an answer, each once, and their counts.
 
-    As OpenAI's API reference and vLLM have it: from a token's logit the frequency penalty is subtracted as often as the
-    answer has it, the presence penalty once. The prompt does not count (in llama.cpp it does, within its window).
+    As in OpenAI's API reference and vLLM, the frequency penalty is subtracted from a token's logit for each time that
+    the answer has it, the presence penalty once. The prompt does not count (in llama.cpp it does, within its window).
     """
 
     def __init__(self, frequency: float, presence: float) -> None:
@@ -154,7 +157,7 @@ class Frequency:
         self._off = np.empty(_MORE_IDS, np.float32)  # what is subtracted, by place
 
     def add(self, token: int) -> None:
-        """Count a token that was said."""
+        """Count a token of the answer."""
         place = self._places.get(token)
         if place is not None:
             self._off[place] += self._frequency
@@ -167,6 +170,6 @@ class Frequency:
         self._off[place] = self._presence + self._frequency
 
     def penalize(self, logits: Floats) -> None:
-        """Change the logits [V] of these tokens, in place."""
+        """Lower the logits [V] of the answer's tokens, in place."""
         said = len(self._places)
         logits[self._ids[:said]] -= self._off[:said]

@@ -1,7 +1,7 @@
-"""How the next token is chosen from a row of logits, exactly and without a sort.
+"""Choice of the next token from a row of logits, exactly and without a sort.
 
-Penalties, temperature, top_k, top_p and min_p come in the order that transformers has. Of the last three each leaves a
-set of the likeliest tokens: their order matters only for what top_p is a share of, all of top_k's or of the vocabulary.
+Penalties, temperature, top_k, top_p and min_p apply in the order of transformers. Each of the last three leaves a set
+of the likeliest tokens. So their order only decides the total that top_p is a share of: top_k's tokens or all.
 
 The V logits are seen as 64 rows, token = row * V/64 + column (padded with -inf). Sums over columns make a draw cheap,
 maxima over columns bound the k-th largest: numpy reduces the first axis several times faster than the last.
@@ -22,9 +22,9 @@ from ssmd.engine.sampling.filters import LEAST, Filters, nearness
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.penalties import DryPenalty, Frequency, Repetition
 
-GREEDY_BELOW = 1e-6  # at such a temperature a float32 logit gap is either 0 or decides
+GREEDY_BELOW = 1e-6  # temperature below which any float32 logit gap decides, unless it is 0
 ROWS = 64
-SORT_BELOW = 2048  # so few tokens are quicker sorted than drawn again
+SORT_BELOW = 2048  # tokens up to which sorting is quicker than another draw
 FEW_COLUMNS = 8  # up to 1/8 of the columns, gathering them beats a pass over all
 
 Floats = NDArray[np.float32]
@@ -52,10 +52,13 @@ class Sampler:
         before: Sequence[int] | NDArray[Any] = (),
         breakers: Collection[int] = (),
     ) -> None:
-        """before: the prompt's ids, as many of the last at least as `params.counted` says. breakers: ids of DRY's."""
+        """Start behind a prompt.
+
+        before: the prompt's last ids, at least `params.counted` of them. breakers: ids of DRY's breakers.
+        """
         self.params = params
         self._filters = params.filters
-        self._penalties: list[Penalty] = []  # in the order in which they come
+        self._penalties: list[Penalty] = []  # in the order in which they apply
         if params.repetition_penalty != 1.0 and params.repeat_last_n:
             counted = np.asarray(before, np.int32)
             self._penalties.append(Repetition(params.repetition_penalty, params.repeat_last_n, counted))
@@ -74,8 +77,8 @@ class Sampler:
     def sample(self, logits: Floats, mask: Floats | None = None, *, penalized: bool = True) -> Sample:
         """Choose from float32 logits [V], which stay as they are. Raises ValueError if no token can be chosen.
 
-        mask: [V], 0 for each token that may be chosen, else -inf. Log-probabilities are of the logits without it.
-        penalized: whether penalties apply to this token; the token counts for the next ones either way.
+        mask: [V], 0 for each token that may be chosen, else -inf. Log-probabilities ignore it.
+        penalized: True if penalties apply to this token. It counts for later tokens either way.
         """
         sample = self._sample(logits, mask, penalized)
         for penalty in self._penalties:
@@ -83,7 +86,7 @@ class Sampler:
         return sample
 
     def skip(self, token: int) -> None:
-        """Count a token that nobody had to choose, as no other could come. What is drawn next is what it would be."""
+        """Count a token that was forced, so that no draw chose it. Later draws are as if it had been drawn."""
         for penalty in self._penalties:
             penalty.add(token)
         if not self._is_greedy:
@@ -131,7 +134,7 @@ class Sampler:
         return Sample(token, float(rows.reshape(-1)[token]) - shift, top)
 
     def _prepare(self, logits: Floats, penalties: Sequence[Penalty]) -> Floats:
-        """The logits with bias and penalties (64, V/64), padded with -inf; a view where nothing had to change."""
+        """Return the logits with bias and penalties (64, V/64), padded with -inf; a view if nothing changes."""
         if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
             raise ValueError(f"expected one row of float32 logits, got {logits.dtype} of shape {logits.shape}")
         size = logits.size
@@ -152,15 +155,15 @@ class Sampler:
         return logits.reshape(ROWS, -1)
 
     def _only(self, rows: Floats, mask: Floats) -> Floats:
-        """The logits (64, V/64) of those that may be chosen, -inf for the others."""
+        """Return the logits (64, V/64) of the tokens that the mask allows, -inf for the others."""
         if self._masked.size != rows.size:
             self._masked = np.full(rows.size, -np.inf, np.float32)
-        with np.errstate(invalid="ignore"):  # an infinite logit: what is no number is refused
+        with np.errstate(invalid="ignore"):  # inf + -inf is NaN, which `sample` refuses
             np.add(rows.reshape(-1)[: mask.size], mask, out=self._masked[: mask.size])
         return self._masked.reshape(ROWS, -1)
 
     def _softmax(self, rows: Floats, highest: float, temperature: float) -> tuple[Floats, Floats]:
-        """Unnormalised probabilities exp((logit - highest) / temperature), and their sums over columns."""
+        """Return unnormalised probabilities exp((logit - highest) / temperature), and their sums over columns."""
         weights = np.subtract(rows, np.float32(highest), out=self._weights)
         if temperature != 1.0:
             weights *= np.float32(1.0 / temperature)
@@ -168,11 +171,11 @@ class Sampler:
         return weights, weights.sum(axis=0)
 
     def _draw(self, weights: Floats, sums: Floats) -> int:
-        """A token of the nucleus: the most probable tokens (ties: lower id first) whose predecessors' mass < top_p.
+        """Draw from the nucleus: the most probable tokens (ties: lower id first) whose predecessors' mass < top_p.
 
-        A draw from a superset of the nucleus is kept if it lies inside. One that does not lie inside bounds the
-        nucleus: what is more probable than it is the next, smaller superset, so a handful of draws is enough.
-        min_p: what is less probable than its share of the highest weight, which is 1, is never drawn.
+        A draw from a superset of the nucleus is kept if it lies inside. Otherwise it bounds the nucleus: the tokens
+        more probable than it are the next, smaller superset. So a handful of draws is enough.
+        min_p: tokens whose weight is below this share of the highest weight, which is 1, are never drawn.
         """
         columns = np.cumsum(sums, dtype=np.float64)
         allowed = self.params.top_p * float(columns[-1])
@@ -186,8 +189,10 @@ class Sampler:
         return token if self.params.top_p >= 1.0 else self._within(token, None, weights, allowed)
 
     def _within(self, token: int, keys: Floats | None, weights: Floats, allowed: float) -> int:
-        """A token as it is drawn, or others in its place until one is of those with the greatest keys (ties: lower id
-        first) whose predecessors' weights are less than `allowed`. keys (64, V/64): the weights themselves if None.
+        """Return the drawn token, or draw others until one is inside the set.
+
+        The set: tokens with the greatest keys (ties: lower id first) whose predecessors' weights are less than
+        `allowed`. keys: (64, V/64); the weights themselves if None.
         """
         spare, before = self._rest, self._before
         for draws in itertools.count(1):
@@ -210,7 +215,7 @@ class Sampler:
         return token
 
     def _draw_typical(self, rows: Floats, highest: float) -> int:
-        """A token of the locally typical ones, as filters.py has them; by a draw from all, as in `_draw`."""
+        """Draw one of the locally typical tokens (filters.py) by a draw from all, as in `_draw`."""
         weights, sums = self._softmax(rows, highest, self.params.temperature)
         keys = nearness(self._scaled(rows, highest), weights)
         columns = np.cumsum(sums, dtype=np.float64)
@@ -218,7 +223,7 @@ class Sampler:
         return self._within(token, keys, weights, max(self.params.typical_p * float(columns[-1]), LEAST))
 
     def _scaled(self, rows: Floats, highest: float) -> Floats:
-        """(logit - highest) / temperature, in a place of its own."""
+        """Return (logit - highest) / temperature, in an array of its own."""
         if self._keys.size != rows.size:
             self._keys = np.empty_like(rows)
         scaled = np.subtract(rows, np.float32(highest), out=self._keys)
@@ -227,7 +232,7 @@ class Sampler:
         return scaled
 
     def _draw_filtered(self, filters: Filters, rows: Floats, maxima: Floats, highest: float) -> int:
-        """A token of those that the filters leave, with probability in proportion to its weight."""
+        """Draw one of the tokens that the filters leave, with probability in proportion to its weight."""
         if 0 < self.params.top_k < self._vocabulary:
             ids, logits = _largest(rows, maxima, self.params.top_k)
             scaled = (logits - np.float32(highest)) * np.float32(1.0 / self.params.temperature)
@@ -241,9 +246,9 @@ class Sampler:
         return self._pick(weights, sums, np.cumsum(sums, dtype=np.float64))
 
     def _draw_sorted(self, ids: Ids, logits: Floats, highest: float) -> int:
-        """Draw as `_draw` does, from tokens that stand in order already, the most probable first."""
+        """Draw as `_draw` does, from tokens that are sorted already, most probable first."""
         values = np.exp((logits.astype(np.float64) - highest) / self.params.temperature)
-        kept = np.searchsorted(-values, -self.params.min_p, side="right")  # as they descend
+        kept = np.searchsorted(-values, -self.params.min_p, side="right")  # values descend
         return self._pick_sorted(ids[:kept], values[:kept], self.params.top_p * float(values.sum()))
 
     def _pick_sorted(self, ids: Ids, values: NDArray[np.float64], allowed: float) -> int:
@@ -254,7 +259,7 @@ class Sampler:
         return int(ids[min(at, mass.size - 1)])
 
     def _pick(self, weights: Floats, sums: Floats, columns: NDArray[np.float64]) -> int:
-        """A token with probability in proportion to its weight: the column first, then the token within it.
+        """Draw a token with probability in proportion to its weight: the column first, then the token within it.
 
         columns: the running total of `sums`.
         """
@@ -272,7 +277,7 @@ class Sampler:
 
 
 def _largest(rows: Floats, maxima: Floats, k: int) -> tuple[Ids, Floats]:
-    """Ids and values of the k largest of `rows` (64, columns), largest first; ties: lower id first."""
+    """Return ids and values of the k largest of `rows` (64, columns), largest first; ties: lower id first."""
     flat = rows.reshape(-1)
     k = min(k, flat.size)
     # k columns have a maximum of at least this, so the k-th largest value is not below it.
@@ -295,7 +300,7 @@ def _largest(rows: Floats, maxima: Floats, k: int) -> tuple[Ids, Floats]:
 
 
 def _first_equal(rows: Floats, maxima: Floats, value: np.float32, n: int) -> Ids:
-    """The n lowest ids (or all there are) whose logit equals `value`."""
+    """Return the n lowest ids whose logit equals `value`, or all if there are fewer."""
     columns = np.flatnonzero(maxima >= value)
     if columns.size <= maxima.size // FEW_COLUMNS:
         row, column = np.nonzero(rows[:, columns] == value)

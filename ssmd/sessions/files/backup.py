@@ -1,7 +1,7 @@
 """A backup: the session store at one moment, copied row by row into a new file while others go on writing.
 
-A copy of the files has what was removed and still waits in the log to be erased. SQLite's backup interface takes whole
-pages along, with their unused middle, where copies of rows that were removed can lie (rows/erasure.py). Rows alone hold
+A copy of the files would contain removed rows that still wait in the log to be erased. SQLite's backup interface copies
+whole pages with their unused middle, where copies of removed rows can lie (rows/erasure.py). A copy of rows contains
 nothing that was removed.
 """
 
@@ -29,18 +29,18 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 UNFINISHED = "incomplete"  # the folder in the target until all is copied and checked
-_AT_ONCE_BYTES = 16 << 20  # of states between two looks at how far it is
+_AT_ONCE_BYTES = 16 << 20  # bytes of states between two progress reports
 _AT_ONCE_TURNS = 500
-_LEAST_BYTES = 2 << 20  # of a file that holds next to nothing, and of what SQLite writes beside rows
-# States that no turn links to belong to no conversation, and are gone in minutes: of `store: false`, of answers that
-# are still generated. A backup must not keep them.
+_LEAST_BYTES = 2 << 20  # size of a nearly empty file, and of SQLite's own data beside rows
+# States that no turn links to belong to no conversation, and are gone in minutes. They come from `store: false` and
+# from answers that are still generated. A backup must not keep them.
 _KEPT = "SELECT checkpoint FROM live.turn_checkpoint"
 _LISTED = f"SELECT segment FROM live.checkpoint_segment WHERE checkpoint IN ({_KEPT})"  # noqa: S608 - our own words
 
 
 @dataclass(frozen=True)
 class Backup:
-    """A backup as it lies there. damages: of the copy, which has been read again as a whole."""
+    """A finished backup. damages: of the copy, which was read again as a whole."""
 
     file: Path
     nbytes: int
@@ -54,8 +54,8 @@ class Backup:
 def back_up(data_dir: Path, target: Path, *, states: bool = True, busy_ms: int = 2000) -> Backup:
     """Copy the store of `data_dir` into an empty folder, and read the copy again.
 
-    What was committed before it begins is in it. states: the checkpoints too, so that conversations go on without being
-    read again. Raises StoreError; `target` then holds nothing.
+    It contains all commits made before it begins. states: copy the checkpoints too, so that conversations continue
+    without being read again. Raises StoreError; `target` is then empty.
     """
     if not (data_dir / database.FILE).exists():
         raise StoreError(f"there are no sessions in {data_dir}: nothing to back up")
@@ -82,7 +82,7 @@ def back_up(data_dir: Path, target: Path, *, states: bool = True, busy_ms: int =
 
 
 def _emptied(data_dir: Path, target: Path) -> Path:
-    """Return the whole path of a folder that is empty and this user's alone. Raises StoreError."""
+    """Return the absolute path of a folder that is empty and belongs to this user alone. Raises StoreError."""
     try:
         target = folder.absolute(target)
         real, home = target.resolve(), data_dir.resolve()
@@ -100,7 +100,7 @@ def _emptied(data_dir: Path, target: Path) -> Path:
 
 
 def _check_private(target: Path, copy: Path) -> None:
-    """Raise StoreError where the file system keeps no permissions, as those of USB sticks."""
+    """Raise StoreError if the file system keeps no permissions, as on USB sticks."""
     if folder.others_open(target) or (os.name == "posix" and copy.stat().st_mode & 0o077):
         raise StoreError(
             f"the file system of {target} does not keep permissions, so other users could read the conversations; "
@@ -125,9 +125,9 @@ def _no_room(target: Path, needed: int = 0) -> str:
 
 
 def _copy(file: Path, copy: Path, states: bool) -> tuple[int, int, int]:
-    """Copy the rows in one read transaction; return how many (sessions, turns, checkpoints) there are."""
+    """Copy the rows in one read transaction; return the numbers of (sessions, turns, checkpoints)."""
     with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-        # Until it is whole the copy is worth nothing: no journal, and no wait for the disk.
+        # An unfinished copy is worthless, so it needs no journal and no wait for the disk.
         for setting in ("main.journal_mode=OFF", "main.synchronous=OFF", "main.secure_delete=ON", "foreign_keys=OFF"):
             connection.execute(f"PRAGMA {setting}").fetchall()
         for setting in ("trusted_schema=OFF", "cell_size_check=ON"):
@@ -164,7 +164,7 @@ def _check_room(connection: sqlite3.Connection, copy: Path, states: bool) -> Non
 
 def _copy_text(connection: sqlite3.Connection, states: bool) -> None:
     (last,) = connection.execute("SELECT coalesce(max(seq), 0) FROM live.turn").fetchone()
-    with shown("copying what was said"):
+    with shown("copying conversations"):
         _insert(connection, "session", "")
         for at in range(0, last, _AT_ONCE_TURNS):
             _insert(connection, "turn", "WHERE seq > ? AND seq <= ?", [(at, at + _AT_ONCE_TURNS)])
@@ -214,7 +214,7 @@ def _insert(connection: sqlite3.Connection, table: str, where: str, values: Sequ
 
 
 def _flush(path: Path) -> None:
-    """Have the disk write what it holds back of a file, or the names in a folder where the system has that."""
+    """Flush a file, or the names in a folder if the system supports that, to the disk."""
     if os.name != "posix" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)

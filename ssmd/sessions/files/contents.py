@@ -1,4 +1,4 @@
-"""What a session file contains, checked and ready for the store: turns, encoded checkpoints, and where those stood."""
+"""The contents of a session file, checked and ready for the store: turns, encoded checkpoints, and their places."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ssmd.sessions.line import NOTHING, Line
 from ssmd.sessions.rows.blobs import Encoded, encode
 from ssmd.sessions.turn import NewTurn
 
-MAX_STATE_FACTOR = 4  # bytes of all states, each with the rows that it cannot share, over the size of the file; and
-# they are never more than sessionfile.MAX_FILE_BYTES: an import takes less than twice that much memory.
+MAX_STATE_FACTOR = 4  # bytes of all states, each with the rows that it cannot share, over the size of the file
+# They are never more than sessionfile.MAX_FILE_BYTES either: an import takes less than twice that much memory.
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a checkpoint of a turn stands: after its first `position` ids."""
+    """The place of a turn's checkpoint: after its first `position` ids."""
 
     turn: str
     kind: CheckpointKind
@@ -39,34 +39,31 @@ class Mark:
 
 @dataclass(frozen=True)
 class Contents:
-    """A session as a file has it: its own session and turn ids, parents before their children.
-
-    marks: of the checkpoints whose ids are a turn's own. stems: of the turns that go on from another one's ids.
-    """
+    """A session as a file has it: its own session and turn ids, parents before their children."""
 
     clock: datetime
     turns: list[NewTurn]
     checkpoints: list[Encoded]
-    marks: list[Mark]
-    stems: dict[str, str | None]
+    marks: list[Mark]  # of the checkpoints whose ids are a turn's own
+    stems: dict[str, str | None]  # by turn: the turn whose ids it continues
 
     def line(self, turn_id: str) -> Line:
-        """All ids of a turn."""
+        """Return all ids of a turn."""
         known = {t.id: t for t in self.turns}
         first, *rest = _parts(self.stems, known, turn_id)
         return first.after(rest[::-1])
 
 
 def read(reader: SessionFileReader, *, spec: StateSpec | None, vocabulary: int | None, states: bool = True) -> Contents:
-    """Everything in the file, its states only if `states`. spec, vocabulary: of the model that is to go on, if known.
+    """Read everything in the file, its states only if `states`.
 
-    Raises SessionFileError on the first thing that is not sound.
+    spec, vocabulary: of the model that will use it, if known. Raises SessionFileError on the first invalid part.
     """
     own = _spec(reader, spec)
     _no_strangers(reader, own)
     turns, stems = read_turns(reader, vocabulary)
     if reader.document.session.head not in {t.id for t in turns}:
-        raise reader.error(f"its head {reader.document.session.head!r} is none of its turns")
+        raise reader.error(f"its head {reader.document.session.head!r} is not one of its turns")
     fed = _fed(reader, turns, stems, vocabulary)
     room = min(MAX_STATE_FACTOR * reader.nbytes, sessionfile.MAX_FILE_BYTES)
     checkpoints = _checkpoints(reader, own, fed, room) if own and states else []
@@ -79,7 +76,7 @@ def _spec(reader: SessionFileReader, expected: StateSpec | None) -> StateSpec | 
     document = reader.document
     if not document.layout:
         if document.checkpoints or document.rows:
-            raise reader.error("it has checkpoints and no layout")
+            raise reader.error("it has checkpoints but no layout")
         return None
     try:
         spec = StateSpec.from_json([t.model_dump() for t in document.layout])
@@ -87,11 +84,11 @@ def _spec(reader: SessionFileReader, expected: StateSpec | None) -> StateSpec | 
         raise reader.error(str(err)) from err
     if expected and spec.digest() != expected.digest():
         raise reader.error(f"its states are of layout {spec.digest()}, the model's of {expected.digest()}")
-    return expected or spec  # they differ in dtypes at most, and the model's are not on the file's word
+    return expected or spec  # they differ in dtypes at most, and the model's do not depend on the file
 
 
 def _checkpoints(reader: SessionFileReader, spec: StateSpec, ids: Sequence[_Fed], room: int) -> list[Encoded]:
-    """Checked, read and encoded, parents first. ids: what each of them was fed. room: bytes that all may take."""
+    """Check, read and encode the checkpoints, parents first. ids: of each of them. room: bytes that all may take."""
     document = reader.document
     made: list[tuple[FirstCheckpointEntry, NewCheckpoint, bytes]] = []
     encoded: list[Encoded] = []
@@ -117,22 +114,22 @@ def _checkpoints(reader: SessionFileReader, spec: StateSpec, ids: Sequence[_Fed]
             encoded.append(encode(checkpoint, scope=scope, producer=entry.producer, spec=spec))
         except ValueError as err:
             raise reader.error(f"checkpoint {i}: {err}") from err
-        kept = replace(checkpoint, state=State(position, since, {}), parent=None)  # numbers not kept
+        kept = replace(checkpoint, state=State(position, since, {}), parent=None)  # without the numbers
         made.append((entry, kept, line.hash(position)))
     if len({(c.key, c.scope.build) for c in encoded}) != len(encoded):
-        raise reader.error("a checkpoint stands in it twice")
+        raise reader.error("it has a checkpoint twice")
     return encoded
 
 
 @dataclass(frozen=True)
 class _Fed:
-    """The ids that a checkpoint was fed: the first `position` of those that these parts make, the last part first."""
+    """The ids that a checkpoint was fed: the first `position` ids of these parts. The last part is first."""
 
     position: int
     parts: Sequence[Line]
 
     def line(self, since: int) -> Line:
-        """The ids, with those from `since` on at hand."""
+        """Return the ids, with those from `since` on at hand."""
         needed: list[Line] = []
         for part in self.parts:
             if part.start <= self.position:
@@ -144,19 +141,19 @@ class _Fed:
         return needed[-1].after(needed[:-1]).up_to(self.position)
 
     def hash(self, position: int) -> bytes:
-        """Hash the first ones."""
+        """Hash the first `position` ids."""
         return next(part for part in self.parts if part.start <= position).hash(position)
 
 
 def _fed(
     reader: SessionFileReader, turns: Sequence[NewTurn], stems: Mapping[str, str | None], vocabulary: int | None
 ) -> list[_Fed]:
-    """What each checkpoint was fed."""
+    """Return the ids that each checkpoint was fed."""
     known = {t.id: t for t in turns}
     found = []
     for i, entry in enumerate(reader.document.checkpoints):
         if entry.turn not in known:
-            raise reader.error(f"checkpoint {i} belongs to the turn {entry.turn!r}, which is not in it")
+            raise reader.error(f"checkpoint {i} belongs to the turn {entry.turn!r}, which is not in the file")
         if isinstance(entry, CheckpointEntry):
             parts = _parts(stems, known, entry.turn)
             if entry.position > len(known[entry.turn].ids):
@@ -171,7 +168,7 @@ def _fed(
 
 
 def _parts(stems: Mapping[str, str | None], turns: Mapping[str, NewTurn], turn: str) -> list[Line]:
-    """What a turn's ids consist of, the last part first."""
+    """Return the parts of a turn's ids, the last part first."""
     at: str | None = turn
     parts = []
     while at is not None:
@@ -181,7 +178,7 @@ def _parts(stems: Mapping[str, str | None], turns: Mapping[str, NewTurn], turn: 
 
 
 def _marks(reader: SessionFileReader, fed: Sequence[_Fed], turns: Sequence[NewTurn]) -> list[Mark]:
-    """Checkpoints of ids with which their turns begin."""
+    """Return the places of checkpoints whose ids are a prefix of their turn's ids."""
     ends = {t.id: t.ids for t in turns}
     marks = []
     for entry, ids in zip(reader.document.checkpoints, fed, strict=True):
@@ -196,10 +193,10 @@ def _rows_are_whole(reader: SessionFileReader, i: int, entry: FirstCheckpointEnt
     at = 0
     for k in entry.rows:
         if k >= len(reader.document.rows):
-            raise reader.error(f"checkpoint {i} needs chunk {k} of KV rows, which is not in it")
+            raise reader.error(f"checkpoint {i} needs chunk {k} of KV rows, which is not in the file")
         rows = reader.document.rows[k]
         if rows.first != at or rows.last <= at:
-            raise reader.error(f"checkpoint {i} has rows [{rows.first}, {rows.last}) where those from {at} on belong")
+            raise reader.error(f"checkpoint {i} has rows [{rows.first}, {rows.last}), expected rows from {at} on")
         at = rows.last
     if at != position:
         raise reader.error(f"checkpoint {i} at position {position} has KV rows up to {at}")
@@ -208,7 +205,7 @@ def _rows_are_whole(reader: SessionFileReader, i: int, entry: FirstCheckpointEnt
 def _parent_among(
     made: Sequence[tuple[FirstCheckpointEntry, NewCheckpoint, bytes]], entry: FirstCheckpointEntry, ids: _Fed
 ) -> NewCheckpoint | None:
-    """The deepest one made so far whose rows are the first of this one's: those need not be stored again."""
+    """Return the deepest checkpoint made so far whose rows are the first of this one's, so that they can be shared."""
     for other, checkpoint, hashed in reversed(made):
         n = checkpoint.state.position
         same = other.build == entry.build and other.rows == entry.rows[: len(other.rows)]
@@ -218,7 +215,7 @@ def _parent_among(
 
 
 def _joined_rows(reader: SessionFileReader, t: TensorSpec, chunks: Sequence[int]) -> NDArray[Any]:
-    """[kv_heads, rows of all chunks, head_dim]."""
+    """Return the rows of all chunks: [kv_heads, rows, head_dim]."""
     parts = []
     for k in chunks:
         rows = reader.document.rows[k]
@@ -227,18 +224,18 @@ def _joined_rows(reader: SessionFileReader, t: TensorSpec, chunks: Sequence[int]
 
 
 def _no_strangers(reader: SessionFileReader, spec: StateSpec | None) -> None:
-    """Exactly the tensors that the document speaks of are there."""
+    """Raise SessionFileError unless the file has exactly the tensors that its document describes."""
     document = reader.document
     recurrent = [t.name for t in (spec.recurrent if spec else ())]
     if isinstance(document, FirstDocument):
         recurrent.append("ids")
     rows = [t.name for t in (spec.rows if spec else ())]
-    # Counted first: a document can speak of far more tensors than a file can hold.
+    # Counted first: a document can describe far more tensors than a file can hold.
     count = len(document.turns) + len(document.checkpoints) * len(recurrent) + len(document.rows) * len(rows)
     if count != len(reader.names):
-        raise reader.error(f"it has {len(reader.names)} tensors, its document speaks of {count}")
+        raise reader.error(f"it has {len(reader.names)} tensors, its document describes {count}")
     expected = {f"turn.{i}.ids" for i in range(len(document.turns))}
     expected |= {f"checkpoint.{i}.{name}" for i in range(len(document.checkpoints)) for name in recurrent}
     expected |= {f"rows.{k}.{name}" for k in range(len(document.rows)) for name in rows}
     if odd := reader.names ^ expected:
-        raise reader.error(f"tensors are missing or do not belong: {sorted(odd)[:3]}")
+        raise reader.error(f"tensors are missing or not described: {sorted(odd)[:3]}")

@@ -1,4 +1,4 @@
-"""What a `.ssmd` file says in JSON: the session, its turns, and what its tensors are. See docs/session-file.md."""
+"""The JSON document in a `.ssmd` file: the session, its turns, and its tensors. See docs/session-file.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _checked(title: str | None) -> str | None:
 
 
 class SessionEntry(Strict):
-    """The session in the header. title: one that was given to it; not there if none was."""
+    """The session in the header. title: given by a user; absent if there is none."""
 
     id: Id
     model: Short
@@ -48,14 +48,14 @@ class MessageEntry(Strict):
 
 
 class SaidEntry(MessageEntry):
-    """A message among the items. id: of its own, also over HTTP."""
+    """A message among the items. id: its own, which HTTP shows too."""
 
     id: Id
     type: Literal["message"]
 
 
 class CallEntry(Strict):
-    """A call that the assistant's message before it makes. arguments: JSON, or what a cut answer left of it."""
+    """A call made by the assistant's message before it. arguments: JSON, or a part of it if the answer was cut off."""
 
     id: Id
     type: Literal["function_call"]
@@ -79,12 +79,12 @@ _ITEMS: TypeAdapter[list[ItemEntry]] = TypeAdapter(list[ItemEntry])
 
 
 def as_entries(items: Sequence[dict[str, Any]]) -> list[ItemEntry]:
-    """Items as a file has them. Raises ValidationError."""
+    """Convert items to entries of the file. Raises ValidationError."""
     return _ITEMS.validate_python(items)
 
 
 class AnyTurnEntry(Strict):
-    """What a turn in the header has in every format."""
+    """The fields of a turn in the header that every format has."""
 
     id: Id
     parent: Id | None
@@ -96,9 +96,9 @@ class AnyTurnEntry(Strict):
 
 
 class TurnEntry(AnyTurnEntry):
-    """A turn in the header. Its ids are those of its stem and then the tensor turn.<i>.ids; text likewise.
+    """A turn in the header. Its ids are those of its stem, then the tensor turn.<i>.ids; its text likewise.
 
-    cut: messages after the system prompt that neither speaks of.
+    cut: messages after the system prompt that are in neither.
     """
 
     stem: Id | None
@@ -108,14 +108,15 @@ class TurnEntry(AnyTurnEntry):
 
     @property
     def said(self) -> tuple[Sequence[Message], Sequence[Message]]:
-        """The messages of the input, and those of the answer. Raises ValueError."""
+        """Return the messages of the input, and those of the answer. Raises ValueError."""
         items, answer = ([item.model_dump() for item in said] for said in (self.items, self.answer))
         return messages_of(items), messages_of(answer)
 
 
 class FirstTurnEntry(AnyTurnEntry):
-    """A turn in the header of format 1. Its ids are the first `ids_shared` of its parent's and then those of the tensor
-    turn.<i>.ids; text likewise.
+    """A turn in the header of format 1.
+
+    Its ids are the first `ids_shared` ids of its parent, then those of the tensor turn.<i>.ids; its text likewise.
     """
 
     messages: Annotated[list[MessageEntry], Field(fail_fast=True, max_length=100_000)]
@@ -125,7 +126,7 @@ class FirstTurnEntry(AnyTurnEntry):
 
     @property
     def said(self) -> tuple[Sequence[Message], Sequence[Message]]:
-        """The messages of the input, and that of the answer."""
+        """Return the messages of the input, and the answer's."""
         messages, answer = (
             [Message(m.role, m.content, m.name) for m in said] for said in (self.messages, [self.answer])
         )
@@ -146,8 +147,9 @@ class RowsEntry(Strict):
 
 
 class FirstCheckpointEntry(Strict):
-    """A checkpoint in the header of format 1: the tensor checkpoint.<i>.ids has its ids. rows: numbers of the chunks
-    that make its KV rows [0, position).
+    """A checkpoint in the header of format 1. The tensor checkpoint.<i>.ids has its ids.
+
+    rows: numbers of the chunks that make its KV rows [0, position).
     """
 
     turn: Id
@@ -171,7 +173,7 @@ class _Any(Strict):
 
 
 class Document(_Any):
-    """What the header says in JSON, besides where the tensors are. layout: StateSpec.to_json(), empty without state."""
+    """The header's JSON document, without the places of tensors. layout: StateSpec.to_json(), empty without state."""
 
     format: Literal[2]
     turns: Annotated[list[TurnEntry], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]

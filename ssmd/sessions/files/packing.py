@@ -1,4 +1,4 @@
-"""Writing a session file: which states go into it, what its document says, and its tensors one after the other."""
+"""Writing of a session file: it picks the states, makes the document, and writes the tensors one after the other."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from ssmd.sessions.turn import Session, StoreError, Turn, title_problem
 
 States = Literal["newest", "all", "none"]
 _NO_IDS = np.empty(0, np.int32)
-_MAX_REPEATED = 2  # bytes of rows that an import cannot share, over the bytes of the file's states
+_MAX_REPEATED = 2  # bytes of rows that an import cannot share, over bytes of the file's states
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote. left_out: states that were wanted and had no place in one file; their text is in it."""
+    """The result of an export. left_out: wanted states that did not fit into one file; their text is in it."""
 
     turns: int
     checkpoints: int
@@ -53,8 +53,8 @@ class Exported:
 def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, states: States) -> Exported:
     """Write a session to a file. Raises SessionFileError, StoreError.
 
-    states: "newest" of the current path, "all" branches' newest, "none". Those of another model than the one that
-    answered last stay here, as do the ids of turns that it did not answer.
+    states: "newest" of the current path, "all" branches' newest, "none". States of another model than the one that
+    answered last are left out, as are the ids of turns that it did not answer.
     """
     tree = turn_rows.read_tree(connection, session.id)
     head = next((t for t in tree if t.id == session.head), None)
@@ -65,7 +65,7 @@ def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, 
     lineage = head.lineage or session.info.lineage
     wanted, left_out = _chosen(connection, tree, head, lineage, states)
     known = {t.id: t for t in tree if t.lineage == lineage}
-    stored = [c for c in wanted if _is_named(c, known)]  # a prompt's may differ from what a rendering made of it later
+    stored = [c for c in wanted if _is_named(c, known)]  # a rendering may have replaced the ids of a prompt's state
     left_out += len(wanted) - len(stored)
     chunks: dict[int, tuple[int, int, str]] = {s[0]: s[1:] for c in stored for s in c.segments}
     numbers = {segment: k for k, segment in enumerate(chunks)}
@@ -132,7 +132,7 @@ def _write_state(
 
 
 def _as_stored(c: Stored) -> StateSpec:
-    """The layout in dtypes that hold what is stored without loss."""
+    """Return the layout with dtypes that hold the stored values without loss."""
     rows = "float32" if any(s[3] == "float32" for s in c.segments) else "float16"
     return StateSpec(tuple(replace(t, dtype=c.dtype if t.recurrent else rows) for t in c.spec.tensors))
 
@@ -140,7 +140,7 @@ def _as_stored(c: Stored) -> StateSpec:
 def _chosen(
     connection: Connection, tree: Sequence[Turn], head: Turn, lineage: str, states: States
 ) -> tuple[list[Stored], int]:
-    """The checkpoints to write, those of the current path first; and how many more were wanted."""
+    """Return the checkpoints to write, those of the current path first; and the number of wanted ones left out."""
     if states == "none":
         return [], 0
     above = {t.id: t.parent for t in tree}
@@ -162,7 +162,7 @@ def _chosen(
 
 
 def _path(above: Mapping[str, str | None], turn: str) -> list[str]:
-    """Root first."""
+    """Return the turns of a path, root first."""
     path: list[str] = []
     at: str | None = turn
     while at is not None:
@@ -172,7 +172,7 @@ def _path(above: Mapping[str, str | None], turn: str) -> list[str]:
 
 
 def _sharing(stored: Sequence[Stored], own: int) -> list[Stored]:
-    """Leave out those whose rows an import could share with no other and that would make it refuse the file.
+    """Leave out checkpoints with unshared rows that would make an import refuse the file.
 
     The first `own` are never left out.
     """
@@ -205,7 +205,7 @@ def _checkpoint_entry(c: Stored, numbers: Mapping[int, int]) -> CheckpointEntry:
 
 
 def _is_named(c: Stored, turns: Mapping[str, Turn]) -> bool:
-    """Whether a checkpoint is of ids with which its turn begins."""
+    """Return True if a checkpoint's ids are a prefix of its turn's ids."""
     at = turns.get(c.turn)
     while at is not None and at.ids.start > c.position:
         at = turns.get(at.stem) if at.stem is not None else None
@@ -215,7 +215,7 @@ def _is_named(c: Stored, turns: Mapping[str, Turn]) -> bool:
 
 
 def _turn_entries(tree: Sequence[Turn], lineage: str) -> tuple[list[TurnEntry], list[Ids]]:
-    """The turns, and of each the ids that its stem does not have. Ids of another lineage would mean other text."""
+    """Return the turns, and for each the ids beyond its stem's. Ids of another lineage would mean other text."""
     entries, tails = [], []
     for turn in tree:
         ours = turn.lineage == lineage

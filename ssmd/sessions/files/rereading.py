@@ -1,4 +1,4 @@
-"""States computed anew from a session's text, for a file whose own are not to be believed."""
+"""States computed again from a session's text, for a file whose own states are not to be trusted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssmd.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Rereader:
-    """A loaded model that reads sessions of its lineage. progress: called with the tokens read so far, and of how many.
+    """A loaded model that reads sessions of its lineage. progress: called with (tokens read so far, tokens of all).
 
     scope: as the engine's for this program.
     """
@@ -31,9 +31,9 @@ class Rereader:
     progress: Callable[[int, int], None] = lambda read, of: None
 
     def spelled(self, turns: Iterable[NewTurn], stems: Mapping[str, str | None]) -> set[str]:
-        """Names of the turns whose ids stand for their text and nothing else, parents first in `turns`.
+        """Return the ids of the turns whose token ids spell their text and nothing else. `turns`: parents first.
 
-        A turn that goes on from a stem adds its part to what that one spells, at a place where text can be cut.
+        A turn with a stem adds its part to the stem's text, at a place where text can be cut.
         """
         found: dict[str, NewTurn] = {}
         for turn in turns:
@@ -49,10 +49,9 @@ class Rereader:
         return set(found)
 
     def compute(self, wanted: Iterable[tuple[Mark, Line]]) -> list[Encoded]:
-        """Checkpoints at marks, each with all ids before it; parents first, of no origin: they are this program's own.
+        """Compute checkpoints at marks, each with all ids before it, parents first. They have no origin.
 
-        One beyond the program's context is passed over. Branches are read from the start. Raises what the program
-        raises.
+        A mark beyond the program's context is skipped. Branches are read from the start. Raises the program's errors.
         """
         unique: dict[bytes, tuple[Mark, Ids]] = {}
         most = self.program.context
@@ -60,7 +59,7 @@ class Rereader:
             ids = line.own[: max(0, mark.position)]
             if not line.start and 0 < mark.position == len(ids) and (most is None or len(ids) <= most):
                 unique.setdefault(ids.astype(">i4").tobytes(), (mark, ids))
-        in_order = [unique[key] for key in sorted(unique)]  # what begins alike comes together, the shorter one first
+        in_order = [unique[key] for key in sorted(unique)]  # common beginnings come together, the shorter ones first
         return self._read(in_order)
 
     def _read(self, wanted: list[tuple[Mark, Ids]]) -> list[Encoded]:

@@ -1,6 +1,6 @@
 """The `.ssmd` file: one safetensors file that holds a session. The format is described in docs/session-file.md.
 
-Everything here distrusts what it reads: a file is checked whole, and nothing is allocated on its word alone.
+The reader distrusts the file: it is checked whole, and nothing is allocated on its word alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ssmd.sessions.turn import StoreError
 MAX_FILE_BYTES = 4 << 30
 MAX_HEADER_BYTES = 32 << 20
 MAX_TENSORS = 200_000
-MAX_OBJECTS = 4 * MAX_TENSORS  # an object and two lists for each, and what is said in some
+MAX_OBJECTS = 4 * MAX_TENSORS  # an object and two lists for each, and the contents of some
 DTYPES: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_HASH = "0" * 64
@@ -37,12 +37,12 @@ _SHOWN = 600  # characters of a reason
 
 
 class SessionFileError(StoreError):
-    """A session file cannot be written or is not one; the message says what is wrong with it."""
+    """A session file that cannot be written or is invalid. The message says why."""
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies: `start` counts from the beginning of the file."""
+    """The place of a tensor. `start` counts from the beginning of the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -54,16 +54,16 @@ class TensorPlace:
 
 
 def _dumped(document: Document) -> str:
-    """The document as JSON. A session without a title of its own is written as before there were any."""
+    """Return the document as JSON. Without a title of its own it has no `title`, as before there were titles."""
     untitled = document.session.title is None
     return document.model_dump_json(exclude_none=False, exclude={"session": {"title"}} if untitled else None)
 
 
 class SessionFileWriter:
-    """Writes tensors in any order into a file whose header stands; `seal` puts the hash in."""
+    """Writes tensors in any order into a file whose header is written already; `seal` puts the hash in."""
 
     def __init__(self, file: BinaryIO, document: Document, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """shapes: (dtype name as "F32", shape) of every tensor, in the order in which they are to lie."""
+        """Write the header. shapes: (dtype name such as "F32", shape) of every tensor, in the file's order."""
         header: dict[str, Any] = {"__metadata__": {"ssmd": _dumped(document), "sha256": _NO_HASH}}
         at = 0
         for name, (dtype, shape) in shapes.items():
@@ -112,7 +112,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 class SessionFileReader:
-    """An open file whose hash, header and tensor table were checked. Tensors are read when asked for."""
+    """An open session file whose hash, header and tensor table were checked. Tensors are read on demand."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
@@ -122,7 +122,7 @@ class SessionFileReader:
             raise self.error(f"it is larger than {MAX_FILE_BYTES} bytes")
         length = int.from_bytes(file.read(8), "little")
         if size < 10 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise self.error("it is cut off or no session file")
+            raise self.error("it is cut off or not a session file")
         text = file.read(length)
         header = self._parse(text)
         metadata = header.pop("__metadata__", None)
@@ -137,7 +137,7 @@ class SessionFileReader:
         self._places = self._table(header, 8 + length, size)
 
     def error(self, reason: str) -> SessionFileError:
-        # What a file says must neither steer a terminal nor fill a log.
+        # Text from a file must neither steer a terminal nor fill a log.
         plain = "".join(c if c.isprintable() else "\ufffd" for c in reason[:_SHOWN])
         return SessionFileError(f"{self.path} cannot be imported: {plain}{'…' if len(reason) > _SHOWN else ''}")
 
@@ -148,7 +148,7 @@ class SessionFileReader:
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             found = dict(pairs)
             if len(found) != len(pairs):
-                raise ValueError("a name stands twice")
+                raise ValueError("a name occurs twice")
             return found
 
         try:
@@ -175,21 +175,23 @@ class SessionFileReader:
             raise self.error(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from err
 
     def _table(self, header: dict[str, Any], start: int, size: int) -> dict[str, TensorPlace]:
-        """Tensors must fill the rest of the file one after the other, none over another, as safetensors demands."""
+        """Return the places of tensors. They must fill the rest of the file without gaps or overlaps (safetensors)."""
         if len(header) > MAX_TENSORS:
             raise self.error(f"it has {len(header)} tensors, {MAX_TENSORS} are possible")
         places: list[tuple[int, int, str, TensorPlace]] = []
         for name, entry in header.items():
             if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-                raise self.error(f"tensor {name[:80]!r} is not described as safetensors does")
+                raise self.error(f"tensor {name[:80]!r} is not described as safetensors requires")
             dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
             if not isinstance(dtype, str) or dtype not in DTYPES:
                 raise self.error(f"tensor {name[:80]!r} has dtype {str(dtype)[:20]!r}, expected one of {list(DTYPES)}")
             if not (_counts(shape) and len(shape) <= 8 and _counts(offsets) and len(offsets) == 2):
-                raise self.error(f"tensor {name[:80]!r} has no possible shape or place")
+                raise self.error(f"tensor {name[:80]!r} has an invalid shape or place")
             place = TensorPlace(DTYPES[dtype], tuple(shape), start + offsets[0])
             if place.nbytes != offsets[1] - offsets[0]:
-                raise self.error(f"tensor {name[:80]!r} has {place.nbytes} bytes by its shape, but a place of others")
+                raise self.error(
+                    f"tensor {name[:80]!r} has {place.nbytes} bytes by its shape, another size by its place"
+                )
             places.append((*offsets, name, place))
         at = 0
         for first, last, name, _ in sorted(places, key=lambda p: p[:2]):
@@ -208,13 +210,13 @@ class SessionFileReader:
         return name in self._places
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """The dtype of a tensor. Raises SessionFileError if there is no such tensor."""
+        """Return the dtype of a tensor. Raises SessionFileError if there is no such tensor."""
         if name not in self._places:
             raise self.error(f"tensor {name!r} is missing")
         return self._places[name].dtype
 
     def ids(self, name: str, vocabulary: int | None) -> NDArray[np.int32]:
-        """A list of token ids. Raises SessionFileError on one outside the vocabulary."""
+        """Read a list of token ids. Raises SessionFileError on an id outside the vocabulary."""
         if self.dtype(name) != DTYPES["I32"] or len(self._places[name].shape) != 1:
             raise self.error(f"tensor {name!r} is not a list of ids")
         ids: NDArray[np.int32] = self._read(name)
@@ -226,9 +228,9 @@ class SessionFileReader:
         return ids
 
     def state(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """A state tensor. Raises SessionFileError unless it is of that shape and all finite."""
+        """Read a state tensor. Raises SessionFileError if its shape is another or a value is not finite."""
         if self.dtype(name) == DTYPES["I32"] or self._places[name].shape != shape:
-            raise self.error(f"tensor {name!r} is not one of numbers in the shape {list(shape)}")
+            raise self.error(f"tensor {name!r} does not hold numbers in the shape {list(shape)}")
         values = self._read(name)
         if not np.isfinite(values).all():
             raise self.error(f"tensor {name!r} holds values that are not finite")
@@ -247,11 +249,11 @@ class SessionFileReader:
 
 @contextmanager
 def open_session_file(path: Path) -> Iterator[SessionFileReader]:
-    """Open a session file. Raises SessionFileError on anything that is not a whole, unaltered one of this format."""
+    """Open a session file. Raises SessionFileError if it is not a whole, unaltered session file of a known format."""
     try:
         # A pipe or device could block or never end.
         if not path.is_file():
-            raise SessionFileError(f"{path} is no file" if path.exists() else f"there is no file {path}")
+            raise SessionFileError(f"{path} is not a file" if path.exists() else f"there is no file {path}")
         with path.open("rb") as file:
             yield SessionFileReader(path, file)
     except OSError as err:
@@ -263,8 +265,10 @@ def _counts(value: Any) -> bool:
 
 
 def _digest(file: BinaryIO, hash_at: int | None, half: int) -> str:
-    """sha256 of the whole file, with zeros in place of the 64 digits at `hash_at`. half: of the work of reading or
-    writing it, which this is (0 or 1)."""
+    """Return the sha256 of the whole file, with zeros in place of the 64 digits at `hash_at`.
+
+    half: 0 or 1, the half of the whole work that this is, for the progress report.
+    """
     running, size = hashlib.sha256(), os.fstat(file.fileno()).st_size
     file.seek(0)
     at = 0

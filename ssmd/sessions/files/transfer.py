@@ -1,4 +1,4 @@
-"""Moving a session: to a `.ssmd` file and from one. The format is described in docs/session-file.md."""
+"""Transfer of a session to a `.ssmd` file and from one. The format is described in docs/session-file.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ssmd.sessions.turn import NewTurn, SessionInfo
 
 @dataclass(frozen=True)
 class Local:
-    """A model that is here: what a session of its lineage must fit."""
+    """An installed model, which a session of its lineage must fit."""
 
     name: str
     spec: StateSpec
@@ -35,22 +35,17 @@ class Local:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What an import stored. session: its id here, another one than in the file if that was taken. nbytes: what the
-    store grew by.
+    """The result of an import."""
 
-    dropped: states that were in the file and were not taken. text_only: not empty if nothing but the messages was
-    taken, and says why: whoever goes on with the session reads it whole, once.
-    """
-
-    session: str
+    session: str  # its id here; a new one if the file's own was taken
     renamed: bool
     turns: int
     checkpoints: int
-    nbytes: int
+    nbytes: int  # growth of the store
     model: str
     lineage: str
-    dropped: int = 0
-    text_only: str = ""
+    dropped: int = 0  # states of the file that were not taken
+    text_only: str = ""  # why only the messages were taken, so that the next request reads all; "" if not so
 
 
 def export_session(
@@ -59,7 +54,7 @@ def export_session(
     """Write a session to a new file (mode 0600): all its turns, and the newest checkpoints of its current path.
 
     states: "all" for those of every branch, "none" for the text alone. spare: bytes that it must leave free on the
-    disk. Raises UnknownSession, SessionFileError, StoreError; an existing path is refused unless `force`. The file
+    disk. Raises UnknownSession, SessionFileError, StoreError. An existing path is refused unless `force`. The file
     appears whole or not at all.
     """
     if not force and os.path.lexists(file):
@@ -79,7 +74,7 @@ def export_session(
     except ValidationError as err:  # more turns than a file may have, say, or one that was damaged
         why = err.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, why["loc"]))
-        raise SessionFileError(f"session {session_id!r} fits into no session file: {where}: {why['msg']}") from err
+        raise SessionFileError(f"session {session_id!r} does not fit into a file: {where}: {why['msg']}") from err
     return result
 
 
@@ -88,7 +83,7 @@ def _publish(temporary: Path, file: Path, *, force: bool) -> None:
         os.replace(temporary, file)
         return
     try:
-        os.link(temporary, file)  # unlike a rename it never replaces what came there meanwhile
+        os.link(temporary, file)  # unlike a rename it never replaces a file that appeared meanwhile
     except FileExistsError as err:
         raise SessionFileError(f"{file} exists already; choose another name, or overwrite it with --force") from err
     except OSError:  # a file system without hard links
@@ -105,11 +100,12 @@ def import_session(
 ) -> ImportResult:
     """Read a session file into the store. Nothing is written unless every part of the file is sound.
 
-    local: the models that are here, by lineage; of a session of another lineage only the messages are taken then. Its
-    checkpoints serve only the imported session: a forged state can mislead nobody else. believe: False takes the
-    messages alone, and no id or state on the file's word; with a `rereader` of its lineage, which implies it, also the
-    ids that spell the text, and states that are computed anew before anything is written. Raises SessionFileError,
-    StoreError, and what the rereader's program raises.
+    local: the installed models by lineage. If given, only the messages of a session of another lineage are taken.
+    The file's checkpoints serve only the imported session, so a forged state cannot mislead another one.
+    believe: False takes the messages alone, no id or state of the file.
+    rereader: implies that. If it has the session's lineage, ids that spell the text are taken too, and states are
+    computed again before anything is written.
+    Raises SessionFileError, StoreError, and the errors of the rereader's program.
     """
     believe = believe and rereader is None
     with open_session_file(file) as reader:
@@ -128,7 +124,7 @@ def import_session(
         reason = "" if any(len(t.ids) for t in turns) else "its ids do not spell its text"
     elif stranger or not believe:
         turns = [_messages_alone(t) for t in turns]
-        reason = stranger or "nothing in the file was to be believed"
+        reason = stranger or "the states of the file were not to be used"
     else:
         reason = ""
     session_id, names = entry.id, {t.id: t.id for t in turns}
@@ -158,7 +154,7 @@ def import_session(
 
 
 def _stranger(reader: SessionFileReader, local: Mapping[str, Local] | None) -> str:
-    """Why no model here can use the file's ids and states; "" if one can, or none is known to check against."""
+    """Return why no installed model can use the file's ids and states; "" if one can, or `local` is not known."""
     entry = reader.document.session
     if local is None or entry.lineage in local:
         return ""
@@ -171,7 +167,7 @@ def _messages_alone(turn: NewTurn) -> NewTurn:
 
 
 def _usual_marks(turns: list[NewTurn], head: str) -> list[contents.Mark]:
-    """Where an engine takes checkpoints of its last turn: one token before the answer, and at its end."""
+    """Return the places where an engine takes checkpoints of its last turn: a token before the answer, and its end."""
     last = next(t for t in turns if t.id == head)
     return [
         contents.Mark(head, "user", last.prompt_tokens - 1),

@@ -1,4 +1,4 @@
-"""The turns of a session file, checked: what was said, and the ids and the text that each stands for."""
+"""The turns of a session file, checked: messages, and the ids and the text of each turn."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ssmd.sessions.line import NOTHING, SILENCE, Ids, Line, Passage, regrown
 from ssmd.sessions.rows.turns import check_unicode, to_micros
 from ssmd.sessions.turn import NewTurn, StoreError
 
-_MAX_PARTS = 64  # turns above one of format 1 that its ids may be a part of
+_MAX_PARTS = 64  # turns above a turn of format 1 that are searched for its stem
 MAX_REBUILT_BYTES = 256 << 20  # ids and text of all turns of format 1, which may share any part of their parent's
 
 
 def read_turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[NewTurn], dict[str, str | None]]:
-    """The turns, parents before their children, and the stem of each: the turn whose ids it goes on from.
+    """Return the turns, parents before their children, and the stem of each: the turn whose ids it continues.
 
-    Raises SessionFileError on the first thing that is not sound.
+    Raises SessionFileError on the first invalid turn.
     """
     turns: dict[str, NewTurn] = {}
     stems: dict[str, str | None] = {}
@@ -27,9 +27,9 @@ def read_turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[
     entries: Sequence[TurnEntry | FirstTurnEntry] = reader.document.turns
     for i, entry in enumerate(entries):
         if entry.id in turns:
-            raise reader.error(f"turn {entry.id!r} stands in it twice")
+            raise reader.error(f"turn {entry.id!r} occurs twice")
         if entry.parent is not None and entry.parent not in turns:
-            raise reader.error(f"turn {entry.id!r} stands before its parent {entry.parent!r}, or has none")
+            raise reader.error(f"turn {entry.id!r} stands before its parent {entry.parent!r}, or that is missing")
         own = reader.ids(f"turn.{i}.ids", vocabulary)
         if isinstance(entry, TurnEntry):
             stem, ids, text = _grown(reader, turns, entry, own)
@@ -39,7 +39,7 @@ def read_turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[
             if rebuilt > MAX_REBUILT_BYTES:
                 raise reader.error(f"its turns unfold to more than {MAX_REBUILT_BYTES} bytes")
         if entry.prompt_tokens > len(ids) > 0:
-            raise reader.error(f"turn {entry.id!r} has a longer prompt than ids")
+            raise reader.error(f"turn {entry.id!r} has more prompt tokens than ids")
         try:
             messages, answers = entry.said
         except ValueError as err:
@@ -51,7 +51,7 @@ def read_turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[
             raise reader.error(f"turn {entry.id!r} is answered by the {answer.role}")
         cut = entry.cut if isinstance(entry, TurnEntry) else 0
         if cut >= lengths[entry.parent] + max(1, len(messages)):
-            raise reader.error(f"turn {entry.id!r} leaves out {cut} messages, more than were said before it")
+            raise reader.error(f"turn {entry.id!r} leaves out {cut} messages, more than there are before it")
         lengths[entry.id] = lengths[entry.parent] + len(messages) + 1
         stems[entry.id] = stem
         turns[entry.id] = NewTurn(
@@ -78,7 +78,7 @@ def read_turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[
 def _grown(
     reader: SessionFileReader, turns: Mapping[str, NewTurn], entry: TurnEntry, own: Ids
 ) -> tuple[str | None, Line, Passage]:
-    """(stem, ids, text) of a turn."""
+    """Return (stem, ids, text) of a turn."""
     if entry.stem is None:
         return None, Line(own), Passage(entry.text)
     above = turns.get(entry.stem)
@@ -95,7 +95,7 @@ def _regrown(
     entry: FirstTurnEntry,
     own: Ids,
 ) -> tuple[str | None, Line, Passage]:
-    """(stem, ids, text) of a turn of format 1."""
+    """Return (stem, ids, text) of a turn of format 1."""
     names: list[str] = []
     at = entry.parent
     while at is not None and len(turns[at].ids) and len(names) < _MAX_PARTS:
@@ -105,21 +105,21 @@ def _regrown(
         at = stems[at]
     else:
         if at is not None and len(names) == _MAX_PARTS:
-            return None, NOTHING, SILENCE  # read again, from its words
+            return None, NOTHING, SILENCE  # the next request reads its messages again
     made = regrown(
         [(turns[n].ids, turns[n].text, True) for n in names], entry.ids_shared, own, entry.text_shared, entry.text
     )
     if made is None:
-        raise reader.error(f"turn {entry.id!r} shares more with its parent than that one has")
+        raise reader.error(f"turn {entry.id!r} shares more with its parent than the parent has")
     stem, ids, text = made
     return None if stem is None else names[stem], ids, text
 
 
 def moment_of(reader: SessionFileReader, text: str) -> datetime:
-    """Raises SessionFileError."""
+    """Parse an ISO time with a time zone. Raises SessionFileError."""
     try:
         moment = datetime.fromisoformat(text)
         to_micros(moment)
     except (ValueError, OverflowError, OSError, StoreError) as err:
-        raise reader.error(f"{text[:40]!r} is no time with a zone") from err
+        raise reader.error(f"{text[:40]!r} is not a time with a time zone") from err
     return moment

@@ -1,6 +1,6 @@
-"""Whether everything that is stored is what was written: `examine` finds what is not, repair.py acts on it.
+"""Check of a store: `examine` finds rows that are not what was written, repair.py acts on the findings.
 
-Values are read as they lie there, without the schema's types: any byte may have changed.
+Values are read raw, without the schema's types: any byte may have changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ssmd.sessions.rows.turns import as_they_are
 
 
 def examine(connection: Connection, progress: Callable[[int], None] = lambda _: None) -> Findings:
-    """Read everything, within one transaction. progress: told of bytes that were read."""
+    """Read everything, within one transaction. progress: called with the number of bytes read."""
     found = Findings()
     with as_they_are(connection):
         _structure(connection, found)
@@ -48,20 +48,20 @@ def _structure(connection: Connection, found: Findings) -> None:
 
 
 def _blob_problem(row: Any) -> str:
-    """What is wrong with a piece or a segment, or ""."""
+    """Return the problem of a piece or a segment, or ""."""
     if not isinstance(row.data, bytes) or not isinstance(row.dtype, str) or len(row.data) > MAX_BLOB_BYTES:
         return "its numbers are not what was written"
     if not is_genuine(row.data, row.checksum):
         return "its numbers were altered (their checksum differs)"
     if not is_count(row.first, row.last) or row.first >= row.last or dtype_of(row.dtype) is None:
-        return "where its numbers belong is not readable"
+        return "the place of its numbers is not readable"
     return ""
 
 
 def _segments(
     connection: Connection, found: Findings, progress: Callable[[int], None]
 ) -> dict[int, tuple[Digested, str]]:
-    """The sound segments by id: what goes into a digest."""
+    """Return the sound segments by id, each with its part of a digest and its dtype."""
     sound: dict[int, tuple[Digested, str]] = {}
     for row in raw_rows(connection, "segment", "id first last dtype nbytes checksum data", "id"):
         progress(len(row.data) if isinstance(row.data, bytes) else 0)
@@ -70,7 +70,7 @@ def _segments(
             problem = f"it has {len(row.data)} bytes, not {row.nbytes}"
         if problem:
             found.segments.add(row.id)
-            found.add(f"KV rows {row.id}", problem, "the states that stand on them go, their turns are read again")
+            found.add(f"KV rows {row.id}", problem, "the states that need them are removed, their turns are read again")
         else:
             sound[row.id] = ((row.first, row.last, row.checksum), row.dtype)
     return sound
@@ -106,9 +106,9 @@ def _checkpoints(
         problem = _checkpoint_problem(row, specs.get(row.layout), own, lists.get(row.id, []), segments)
         if problem:
             found.checkpoints.add(row.id)
-            found.add(f"checkpoint {row.id}", problem, "it goes, its turns are read again")
+            found.add(f"checkpoint {row.id}", problem, "it is removed, its turns are read again")
     if pieces:
-        found.add("recurrent values", f"those of {len(pieces)} checkpoints that are not there", "they go")
+        found.add("recurrent values", f"they belong to {len(pieces)} missing checkpoints", "they are removed")
     found.counted = (0, 0, count)
 
 
@@ -116,7 +116,7 @@ def _checkpoint_problem(
     row: Any, spec: StateSpec | None, pieces: list[Any], listed: list[int], segments: dict[int, tuple[Digested, str]]
 ) -> str:
     if not is_count(row.position) or not all(isinstance(k, bytes) and len(k) == 32 for k in (row.key, row.anchor)):
-        return "the name of its ids is not readable"
+        return "its key is not readable"
     if spec is None or not isinstance(row.lineage, str):
         return f"its layout {row.layout!r} is not known"
     broken = next((p for p in pieces if isinstance(p, str)), "")
@@ -142,26 +142,26 @@ def _checkpoint_problem(
     if row.recurrent_nbytes != sum(p[3] for p in pieces) or not is_count(row.rows_nbytes):
         return "its size is not the one that was written"
     if not is_text(row.build, row.producer, row.origin, row.owner) or not is_time(row.created_at, row.last_used_at):
-        return "what made it is not readable"
+        return "its build, producer, owner or times are not readable"
     if row.kind not in KINDS:
         return f"its kind {row.kind!r} is not known"
     return ""
 
 
 def _links(connection: Connection, found: Findings) -> None:
-    """Rows that point at nothing, and segments that nobody points at.
+    """Find rows that point at nothing, and segments that no checkpoint lists.
 
-    A checkpoint without a turn is none of the damages: it may be written ahead of one, and is swept if none comes.
+    A checkpoint without a turn is not a damage: it may be written ahead of a turn, and is swept if none comes.
     """
     broken = connection.execute(text("PRAGMA foreign_key_check")).all()
-    tables = sorted({str(row[0]) for row in broken} - {"turn", "piece", "reply"})  # of which others speak already
+    tables = sorted({str(row[0]) for row in broken} - {"turn", "piece", "reply"})  # these are reported elsewhere
     if tables:
-        found.add("links", f"rows of {', '.join(tables)} point at what is not there", "they go, nothing else does")
+        found.add("links", f"rows of {', '.join(tables)} point at missing rows", "they are removed, nothing else is")
     unlisted = "SELECT id FROM segment WHERE id NOT IN (SELECT segment FROM checkpoint_segment)"
     loose = [n for n in connection.scalars(text(unlisted)) if n not in found.segments]
     if loose:
         found.segments.update(loose)
-        found.add("KV rows", f"{len(loose)} parts belong to no checkpoint", "they go")
+        found.add("KV rows", f"{len(loose)} parts belong to no checkpoint", "they are removed")
 
 
 def _total(connection: Connection, found: Findings) -> None:

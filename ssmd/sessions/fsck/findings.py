@@ -1,5 +1,4 @@
-"""What a check found, and how it reads rows: as they lie there, without the schema's types, as any byte may have
-changed."""
+"""Findings of a check, and raw reads of rows: without the schema's types, because any byte may have changed."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ AT_ONCE = 8  # rows that may hold 8 MiB each
 
 @dataclass(frozen=True)
 class Damage:
-    """A row or a file that is damaged. problem: what is wrong with it. loss: what a repair takes away, or does."""
+    """A damaged row or file. problem: what is wrong with it. loss: the effect of a repair."""
 
     what: str
     problem: str
@@ -33,27 +32,25 @@ class Damage:
 
 @dataclass(frozen=True)
 class Told:
-    """A turn that can be read. said: its messages; length: of the conversation down to its answer; ids, text: its own,
-    if they can be; created_at: or 0.
-    """
+    """A turn that can be read."""
 
     parent: str | None
     session: str
     seq: int
     depth: int
-    length: int
+    length: int  # of the conversation down to its answer, in messages
     chain: Chain
-    said: tuple[Message, ...]
+    said: tuple[Message, ...]  # its messages
     stem: str | None
-    ids: Line
-    text: Passage
-    created_at: int
+    ids: Line  # its own; empty if they cannot be read
+    text: Passage  # its own; empty if it cannot be read
+    created_at: int  # 0 if it cannot be read
     lineage: str
 
 
 @dataclass(frozen=True)
 class Home:
-    """What is known of a session without its row. base, root: of a fork; turns: those that it has, inherited too."""
+    """The facts of a session that its turns reveal. base, root: of a fork; turns: its own and inherited ones."""
 
     base: str | None
     root: str | None
@@ -62,27 +59,21 @@ class Home:
 
 @dataclass
 class Findings:
-    """What a repair has to do, beside the list of damages.
-
-    torn: the file's own structure is damaged. checkpoints, segments, replies: ids of those that go. turns: `seq` of
-    those that go, sessions: `rowid`. broken: the names of turns that go, each with the one above it. told: the others,
-    parents first. unread: those of them that lose ids and text, and keep their messages. reworded: those whose hashes
-    are made anew. homes: sessions whose row is to be set right, or made anew. owners: turns that get another owner.
-    """
+    """The damages that were found, and the work for a repair."""
 
     damages: list[Damage] = field(default_factory=list)
-    torn: bool = False
-    checkpoints: set[int] = field(default_factory=set)
-    segments: set[int] = field(default_factory=set)
-    replies: set[int] = field(default_factory=set)
-    turns: set[int] = field(default_factory=set)
-    broken: dict[str, str | None] = field(default_factory=dict)
-    told: dict[str, Told] = field(default_factory=dict)
-    unread: set[str] = field(default_factory=set)
-    reworded: set[str] = field(default_factory=set)
-    sessions: set[int] = field(default_factory=set)
-    homes: dict[str, Home] = field(default_factory=dict)
-    owners: dict[str, str] = field(default_factory=dict)
+    torn: bool = False  # the file's own structure is damaged
+    checkpoints: set[int] = field(default_factory=set)  # ids to remove
+    segments: set[int] = field(default_factory=set)  # ids to remove
+    replies: set[int] = field(default_factory=set)  # ids to remove
+    turns: set[int] = field(default_factory=set)  # `seq` to remove
+    broken: dict[str, str | None] = field(default_factory=dict)  # ids of turns to remove, each with its parent
+    told: dict[str, Told] = field(default_factory=dict)  # the other turns, parents first
+    unread: set[str] = field(default_factory=set)  # of these: turns that lose ids and text, and keep their messages
+    reworded: set[str] = field(default_factory=set)  # of these: turns whose hashes are computed again
+    sessions: set[int] = field(default_factory=set)  # `rowid` to remove
+    homes: dict[str, Home] = field(default_factory=dict)  # sessions whose row is to be corrected or made again
+    owners: dict[str, str] = field(default_factory=dict)  # turns that another session gets, and that session
     counted: tuple[int, int, int] = (0, 0, 0)  # sessions, turns, checkpoints
 
     @staticmethod
@@ -111,7 +102,7 @@ def is_count(*values: object) -> bool:
 
 
 def is_time(*values: object) -> bool:
-    """Whether all values are times: microseconds since 1970, before the year 9999."""
+    """Return True if all values are times: microseconds since 1970, before the year 9999."""
     return all(turns.is_moment(v) for v in values)
 
 

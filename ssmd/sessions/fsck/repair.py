@@ -1,6 +1,6 @@
-"""Takes out of a damaged store what is broken, and nothing else. `check` only looks; `repair` acts in one transaction.
+"""Repair of a damaged store: removes broken rows, and nothing else. `check` only reads; `repair` is one transaction.
 
-A file whose structure is torn is read row by row into a new one, which takes its place; the torn one is kept beside it.
+A file whose structure is torn is read row by row into a new file, which replaces it. The torn file is kept beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PASSES = 5
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check found. damages: once repaired, also what was lost of it. kept: where a torn file was put aside."""
+    """The result of a check. damages: after a repair also its losses. kept: the torn file that was put aside."""
 
     damages: tuple[Damage, ...]
     sessions: int
@@ -41,18 +41,18 @@ class Checked:
 
 
 def check(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int = 2000) -> Checked:
-    """Read everything and say what is broken. Changes nothing. Raises StoreError if it cannot even be opened."""
+    """Read everything and report the damages. Changes nothing. Raises StoreError if the store cannot be opened."""
     found: Findings | None = None
     try:
         with contextlib.closing(Store.open(data_dir, busy_ms=busy_ms)) as store, store.reading() as connection:
             found = examine(connection, progress)
-    except DamagedFile as err:  # maybe only said when the transaction ends
+    except DamagedFile as err:  # perhaps raised only as the transaction ends
         found = found if found is not None and found.torn else Findings.of_torn_file(str(err.__cause__))
     return Checked(tuple(found.damages), *found.counted)
 
 
 def repair(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int = 2000) -> Checked:
-    """Check, and take out what is broken. Nobody else may use the store meanwhile. Raises StoreError."""
+    """Check the store, and remove what is broken. No other process may use it meanwhile. Raises StoreError."""
     torn: list[Damage] = []
     kept = None
     try:
@@ -66,7 +66,7 @@ def repair(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int 
 
 
 def _repair_rows(data_dir: Path, progress: Progress, busy_ms: int) -> tuple[list[Damage], tuple[int, int, int]]:
-    """Repair the rows. Raises DamagedFile if rows are not the problem."""
+    """Repair the rows. Raises DamagedFile if the file's structure is the problem."""
     with contextlib.closing(Store.open(data_dir, busy_ms=busy_ms)) as store:
         with store.writing() as connection:
             found = examine(connection, progress)
@@ -75,7 +75,7 @@ def _repair_rows(data_dir: Path, progress: Progress, busy_ms: int) -> tuple[list
             damages = _mend(connection, found)
         if damages:
             store.collect()  # gives the space back
-            store.settle()  # nothing stays of text that went
+            store.settle()  # erases removed text for good
         return damages, _count(store)
 
 
@@ -88,7 +88,7 @@ def _count(store: Store) -> tuple[int, int, int]:
 
 
 def _mend(connection: Connection, found: Findings) -> list[Damage]:
-    """What one pass takes out may show more: a turn that shares ids with one that lost them."""
+    """Apply and check until nothing is found. A pass may reveal more: turns that share ids with one that lost them."""
     damages: list[Damage] = []
     for _ in range(_PASSES):
         if not found.damages:
@@ -110,7 +110,7 @@ def _apply(connection: Connection, found: Findings) -> None:
         connection.execute(update(turn).where(t.id == name).values(session=owner, owner=func.coalesce(whose, "")))
     for numbers in batches(sorted(found.replies)):
         connection.execute(delete(reply).where(reply.c.id.in_(numbers)))
-    # First every link that leads to a row that goes, so that no cascade has far to go.
+    # First the links to rows that are removed, so that no cascade has far to go.
     for numbers in batches(sorted(found.turns)):
         connection.execute(update(turn).where(t.seq.in_(numbers)).values(parent=None))
     for numbers in batches(sorted(found.turns)):
@@ -131,7 +131,7 @@ def _apply(connection: Connection, found: Findings) -> None:
 
 def _drop_what_points_nowhere(connection: Connection) -> None:
     for table in metadata.sorted_tables:
-        if table in (turn, checkpoint):  # which are looked at one by one
+        if table in (turn, checkpoint):  # each row of these was checked
             continue
         for key in table.foreign_keys:
             connection.execute(delete(table).where(key.parent.not_in(select(key.column))))
@@ -140,7 +140,7 @@ def _drop_what_points_nowhere(connection: Connection) -> None:
 
 
 def _mend_session(connection: Connection, found: Findings, name: str, home: Home) -> None:
-    """Mend a session's row; one of which nothing is known is made anew from its turns."""
+    """Correct a session's row. If the row is missing, make it again from the session's turns."""
     newest = max(home.turns, key=lambda n: found.told[n].seq)
     with as_they_are(connection):
         row = connection.execute(text("SELECT * FROM session WHERE id = :id"), {"id": name}).one_or_none()
@@ -178,7 +178,7 @@ def _plausible(column: str, value: object, example: object) -> bool:
 
 
 def _sweep(connection: Connection) -> None:
-    """Checkpoints without turns, rows without checkpoints, and all counts anew."""
+    """Remove checkpoints without turns and rows without checkpoints, and count everything again."""
     connection.execute(text("DELETE FROM checkpoint WHERE id NOT IN (SELECT checkpoint FROM turn_checkpoint)"))
     connection.execute(text("DELETE FROM segment WHERE id NOT IN (SELECT segment FROM checkpoint_segment)"))
     connection.execute(

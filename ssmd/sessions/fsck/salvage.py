@@ -1,4 +1,4 @@
-"""What can still be read of a database file whose structure is torn, row by row into a new one."""
+"""Salvage of a database file whose structure is torn: readable rows are copied one by one into a new file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 _TABLES = tuple(t.name for t in metadata.sorted_tables)
-_MAX_GAP = 10_000  # ids in a row that cannot be read, until the rest of a table is given up
+_MAX_GAP = 10_000  # unreadable ids in a row after which the rest of a table is given up
 
 
 def salvage(data_dir: Path, busy_ms: int) -> tuple[Path, list[Damage]]:
-    """Copy what can be read into a new file, and put the old one aside. (where, tables of which something is lost)"""
+    """Copy readable rows into a new file, and put the old one aside. Returns (its place, tables that lost rows)."""
     file = data_dir / database.FILE
     fresh = data_dir / "salvage"
     shutil.rmtree(fresh, ignore_errors=True)  # of an attempt that was interrupted
@@ -37,7 +37,7 @@ def salvage(data_dir: Path, busy_ms: int) -> tuple[Path, list[Damage]]:
 
 
 def _put_aside(file: Path, kept: Path) -> None:
-    """Give the file a second name, so that at no moment there is none: then the next start would make an empty one."""
+    """Give the file a second name. It never has none: else the next start would make an empty one."""
     with contextlib.suppress(OSError):  # a file system without hard links
         os.link(file, kept)
     for side in ("-wal", "-shm"):  # the new file must not find them
@@ -51,7 +51,7 @@ def _copy_all(file: Path, new_file: Path) -> list[Damage]:
     lost: list[Damage] = []
     try:
         with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as old:
-            old.execute("PRAGMA writable_schema=ON")  # else SQLite reads nothing of a file that is shorter than it was
+            old.execute("PRAGMA writable_schema=ON")  # else SQLite reads nothing of a file that was shortened
             old.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
             with contextlib.closing(sqlite3.connect(new_file, isolation_level=None)) as new:
                 new.execute("BEGIN")
@@ -66,14 +66,14 @@ def _copy_all(file: Path, new_file: Path) -> list[Damage]:
                     raise sqlite3.DatabaseError("no row of it can be read")
                 new.execute("COMMIT")
                 new.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    except (sqlite3.Error, UnicodeDecodeError) as err:  # SQLite's message may quote what is damaged
+    except (sqlite3.Error, UnicodeDecodeError) as err:  # SQLite's message may quote damaged bytes
         advice = "move it away to start with an empty one"
         raise StoreError(f"{file} is damaged beyond repair ({err}); {advice}") from err
     return lost
 
 
 def _copy(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> tuple[int, bool]:
-    """(rows copied, whether those were all)"""
+    """Copy the rows of a table. Returns (rows copied, True if those were all)."""
     there = {row[1] for row in old.execute(f"PRAGMA table_info({name})")}
     columns = [c.name for c in metadata.tables[name].columns if c.name in there]
     if not columns:
@@ -93,7 +93,7 @@ def _copy(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> tuple[
 
 
 def _by_rowid(old: sqlite3.Connection, name: str, columns: list[str]) -> Iterator[tuple[Any, ...] | None]:
-    """Rows in the order of their ids; None for each gap that cannot be read."""
+    """Yield rows in the order of their ids, and None for each unreadable gap."""
     query = f"SELECT rowid, {', '.join(columns)} FROM {name} WHERE rowid >= ? ORDER BY rowid LIMIT 1"  # noqa: S608 - names of our own tables
     at, gap = 1, 0
     while gap < _MAX_GAP:

@@ -1,4 +1,4 @@
-"""What was said, as far as it can be read: turns, the sessions that have them, replies. A part of check.py."""
+"""Check of conversations: turns, the sessions that have them, and replies. A part of check.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ssmd.text.messages import Message
 
 
 def examine_transcripts(connection: Connection, found: Findings) -> None:
-    """Everything that was said. `found` knows already which checkpoints are broken."""
+    """Check turns, sessions and replies. `found` has the broken checkpoints already."""
     _turns(connection, found)
     _turn_ids(connection, found)
     _sessions(connection, found)
@@ -45,20 +45,20 @@ def _turns(connection: Connection, found: Findings) -> None:
         said: tuple[Message, ...] = ()
         problem = ""
         if not is_text(row.id, row.session):
-            problem = "its name is not readable"
+            problem = "its id is not readable"
         elif row.parent is not None and above is None:
-            problem = "what was said before it is not there any more"
+            problem = "the turns before it are missing"
         else:
             try:
                 messages, answer = said_in(row.items, row.answer)
                 said = (*messages, answer)
                 json.dumps([m.to_json() for m in said], ensure_ascii=False).encode()
             except (ValueError, TypeError, AttributeError) as err:
-                problem = f"what was said in it is not readable ({err})"
+                problem = f"its messages are not readable ({err})"
         if problem:
             found.turns.add(row.seq)
             found.broken[row.id] = row.parent
-            found.add(_name(row), problem, "it goes, and what was said after it")
+            found.add(_name(row), problem, "it is removed, with all turns after it")
             continue
         _told(row, above, said, found)
     found.counted = (0, count, found.counted[2])
@@ -69,7 +69,7 @@ def _name(row: Any) -> str:
 
 
 def _told(row: Any, above: Told | None, said: tuple[Message, ...], found: Findings) -> None:
-    """A turn whose messages can be read: is the rest right too?"""
+    """Check the rest of a turn whose messages can be read."""
     depth, length = (above.depth + 1, above.length) if above else (0, 0)
     chain = above.chain.then(said, above.said[-1].tool_calls) if above else Chain().then(said)
     length += len(said)
@@ -81,14 +81,14 @@ def _told(row: Any, above: Told | None, said: tuple[Message, ...], found: Findin
     ids, text, stem = (turn.ids, turn.text, turn.stem) if turn else (NOTHING, SILENCE, None)
     if (row.depth, row.length, row.chain, row.whole) != (depth, length, chain.said, chain.whole):
         found.reworded.add(row.id)
-        found.add(_name(row), "its words are not those that were hashed", "they are kept as they can be read now")
+        found.add(_name(row), "its messages do not match their hash", "they are kept as they can be read now")
     if not sound:
         found.unread.add(row.id)
-        found.add(_name(row), "it was altered", "its words are kept, and are read again")
+        found.add(_name(row), "it was altered", "its messages are kept, and are read again")
     elif stem is not None and not _goes_on(found.told.get(stem), ids, text):
         ids, text, stem = NOTHING, SILENCE, None
         found.unread.add(row.id)
-        found.add(_name(row), "its tokens go on from others than those that are there", "its words are read again")
+        found.add(_name(row), "its tokens do not continue those of its stem", "its messages are read again")
     created_at = row.created_at if is_time(row.created_at) else 0
     lineage = row.lineage if is_text(row.lineage) else ""
     found.told[row.id] = Told(
@@ -103,9 +103,9 @@ def _goes_on(stem: Told | None, ids: Line, text: Passage) -> bool:
 
 
 def _turn_ids(connection: Connection, found: Findings) -> None:
-    """A checkpoint is named by a hash of the ids that it was fed: those with which the turns begin that link to it.
+    """Find checkpoints whose key does not match the ids of the turns that link to them.
 
-    Those of a prompt may differ in its last tokens: a template may write them in another way once the answer follows.
+    Checkpoints of a prompt are left out: a template may write its last tokens in another way once the answer follows.
     """
     columns = "id kind position key anchor layout lineage"
     joined = (
@@ -125,13 +125,11 @@ def _turn_ids(connection: Connection, found: Findings) -> None:
         named = prefix_keys(row.layout, row.lineage, line, [anchor(at), at]) == [row.anchor, row.key]
         if not named and row.kind != "user":
             found.checkpoints.add(row.id)
-            found.add(
-                f"checkpoint {row.id}", "its ids are not those that it is named by", "it goes, its turns are read again"
-            )
+            found.add(f"checkpoint {row.id}", "its ids do not match its key", "it is removed, its turns are read again")
 
 
 class _Tree:
-    """Which turns each session has: those that it owns, and where it is a fork those above its base."""
+    """The turns of each session: its own, and for a fork its base and the turns above that."""
 
     def __init__(self, found: Findings) -> None:
         self.told = found.told
@@ -140,7 +138,7 @@ class _Tree:
         self._paths: dict[str, frozenset[str]] = {}
 
     def above(self, turn: str | None) -> frozenset[str]:
-        """The turn and those above it."""
+        """Return the turn and all turns above it."""
         path = []
         at = turn
         while at is not None:
@@ -154,7 +152,7 @@ class _Tree:
         return self._paths[session]
 
     def settle(self) -> dict[str, str]:
-        """See to it that every turn continues one that its session has. Turns that for that get another owner."""
+        """Let every turn continue one that its session has. Returns the turns that get another owner for that."""
         moved = {}
         for name, told in self.told.items():
             owner, parent = told.session, told.parent
@@ -162,7 +160,7 @@ class _Tree:
                 continue
             base = self.bases.get(owner)
             if base is None or base in self.above(parent):
-                # Who continued a turn had it: the session begins at least there.
+                # The session of a turn also had the turn's parent, so it begins there at the latest.
                 self.bases[owner] = parent
                 self._paths.pop(owner, None)
             else:
@@ -194,25 +192,25 @@ def _sessions(connection: Connection, found: Findings) -> None:
     for name, session in tree.settle().items():
         found.owners[name] = session
         what = f"turn {name!r} of session {found.told[name].session!r}"
-        found.add(what, "it continues what this session does not have", f"it becomes a part of session {session!r}")
+        found.add(what, "it continues a turn of another session", f"it becomes a part of session {session!r}")
     homes = tree.homes()
     for row in rows:
         home = homes.pop(row.id, None) if is_text(row.id) else None
         what = f"session {row.id!r}"
         if home is None or not home.turns:
             found.sessions.add(row.rowid)
-            found.add(what, "none of its turns can be read", "it goes")
+            found.add(what, "none of its turns can be read", "it is removed")
         elif problem := _session_problem(row, home):
             found.homes[row.id] = home
             found.add(what, *problem)
     for session, home in sorted(homes.items()):
         found.homes[session] = home
-        found.add(f"session {session!r}", "it is missing, its turns are there", "it is made anew from its turns")
+        found.add(f"session {session!r}", "it is missing, but its turns exist", "it is made again from its turns")
     found.counted = (len(rows), *found.counted[1:])
 
 
 def _readable_base(row: Any, found: Findings) -> str | None:
-    """Where a fork begins, or the deepest turn above that which can be read."""
+    """Return the turn at which a fork begins, or the deepest readable turn above it."""
     at, seen = row.base, set[object]()
     while at in found.broken and at not in seen:
         seen.add(at)
@@ -224,17 +222,17 @@ def _readable_base(row: Any, found: Findings) -> str | None:
 
 
 def _session_problem(row: Any, home: Home) -> tuple[str, str] | None:
-    """(problem, loss)"""
+    """Return (problem, loss) of a session's row; None if it is sound."""
     numbers = is_time(row.created_at, row.last_used_at) and is_count(row.turns) and row.pinned in (0, 1)
     numbers = numbers and all(n is None or is_count(n) for n in (row.own_nbytes, row.shared_nbytes))
     texts = is_text(row.id, row.model, row.lineage, row.title, row.imported, row.owner) and is_moment(row.clock)
     if not texts or not numbers or row.retained not in (0, 1, 2):
-        return "what is known about it is not readable", "its turns are kept, the rest is made anew"
+        return "its data are not readable", "its turns are kept, the rest is made again"
     if (row.base, row.root) != (home.base, home.root):
-        kept = f"it begins at {home.base!r}" if home.base is not None else "it keeps the turns of its own"
-        return "the turn that it was forked at is not right or not there any more", kept
+        kept = f"it begins at {home.base!r}" if home.base is not None else "it keeps its own turns"
+        return "the turn that it was forked at is wrong or missing", kept
     if row.head not in home.turns or row.turns != len(home.turns):
-        return "its current turn or their number is not right", "it goes on from its newest turn"
+        return "its current turn or the number of its turns is wrong", "it continues from its newest turn"
     return None
 
 
@@ -246,7 +244,7 @@ def _replies(connection: Connection, found: Findings) -> None:
         fits = fits and row.complete in (0, 1) and is_count(row.expires_at) and is_text(*names) and len(names) > 1
         problem = "" if fits else "it is not readable"
         if fits and not (row.turn == names[1] and all(n in found.told for n in names)):
-            problem = "its turns are not there any more"
+            problem = "its turns are missing"
         if problem:
             found.replies.add(row.id)
-            found.add(f"reply {row.id}", problem, "it goes: a request that comes again is answered anew")
+            found.add(f"reply {row.id}", problem, "it is removed: a repeated request is answered again")

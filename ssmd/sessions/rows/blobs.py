@@ -6,7 +6,7 @@ token in the order of `StateSpec.row_columns`. Encodings (docs/state-layout.md):
     raw/float16, raw/float32    little-endian values as they are; KV rows [rows, tensors x kv_heads x head_dim]
     float16, float32            written by the first version: `unpack`; KV rows [tensor, kv_heads, rows, head_dim]
 
-Compression gave 0.85 to 0.87 of the size and cost more time than all the rest of a restore: docs/decisions.md.
+Compression gave 0.85 to 0.87 of the size and cost more time than all the rest of a restore: docs/notes/decisions.md.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ssmd.model.state import DTYPES, Part, State, StateError, StateSpec, TensorS
 from ssmd.sessions.checkpoint import KINDS, CheckpointKind, NewCheckpoint, Scope, prefix_keys
 from ssmd.sessions.line import anchor
 
-BLOB_BYTES = 1 << 20  # of one row of the database: read, verified and taken in while it is in the processor's cache
-SEGMENT_ROWS = 128  # at least, up to 4 times as many bytes: fewer are scattered over a runtime's caches too slowly
-MAX_BLOB_BYTES = 8 << 20  # no stored row is larger
-_LARGE_BYTES = 256 << 10  # of a recurrent tensor that has pieces of its own, which are not copied
+BLOB_BYTES = 1 << 20  # bytes of one database row: read, verified and used while it is in the processor's cache
+SEGMENT_ROWS = 128  # least KV rows of a segment, up to 4 times BLOB_BYTES: fewer are slow to scatter over caches
+MAX_BLOB_BYTES = 8 << 20  # upper bound of a stored row
+_LARGE_BYTES = 256 << 10  # size from which a recurrent tensor has pieces of its own, which are not copied
 _RAW = "raw/"
 
 Array = NDArray[Any]
@@ -48,8 +48,9 @@ class Blob:
 
 
 def is_genuine(data: bytes | memoryview, checksum: object) -> bool:
-    """Whether data has its checksum: xxh3-128, or sha256 of the first version. Both show damage; neither is a
-    signature.
+    """Return True if data match their checksum: xxh3-128, or sha256 of the first version.
+
+    Both reveal damage; neither is a signature.
     """
     if isinstance(checksum, bytes) and len(checksum) == hashlib.sha256().digest_size:
         return hashlib.sha256(data).digest() == checksum
@@ -57,13 +58,13 @@ def is_genuine(data: bytes | memoryview, checksum: object) -> bool:
 
 
 def dtype_of(encoding: str) -> str | None:
-    """The dtype of an encoding, float16 or float32; None for one that is not known."""
+    """Return the dtype of an encoding, float16 or float32; None if the encoding is unknown."""
     name = encoding.removeprefix(_RAW)
     return name if name in DTYPES else None
 
 
 def _common_dtype(arrays: Iterator[Array]) -> str:
-    """float16 if all are, else float32, which holds both without loss."""
+    """Return float16 if all arrays are float16, else float32, which holds both without loss."""
     return "float16" if all(a.dtype == DTYPES["float16"] for a in arrays) else "float32"
 
 
@@ -75,7 +76,7 @@ def _blob(first: int, last: int, values: Array) -> Blob:
 
 
 def _places(spec: StateSpec) -> list[tuple[TensorSpec, int, int]]:
-    """Each recurrent tensor with where it begins in the flattened data, and where it ends."""
+    """List the recurrent tensors with their begin and end in the flattened data."""
     places, end = [], 0
     for t in spec.recurrent:
         end += math.prod(t.shape)
@@ -88,14 +89,14 @@ def recurrent_values(spec: StateSpec) -> int:
 
 
 def _pieces(state: State, spec: StateSpec) -> Iterator[Blob]:
-    """All recurrent data. A large tensor's are views of it: only what stands between such is copied."""
+    """Yield all recurrent data. Pieces of a large tensor are views of it; only small tensors are copied."""
     dtype = DTYPES[_common_dtype(state.tensors[t.name] for t in spec.recurrent)]
     step = BLOB_BYTES // dtype.itemsize
-    small: list[tuple[Array, int]] = []  # what is to be copied, with where it begins
+    small: list[tuple[Array, int]] = []  # tensors to copy, each with its begin
     end = 0
 
     def copied() -> Iterator[Blob]:
-        """Cut what was gathered of small tensors."""
+        """Cut the small tensors gathered so far."""
         low = small[0][1] if small else end
         values = np.empty(end - low, dtype)
         for array, at in small:
@@ -115,14 +116,14 @@ def _pieces(state: State, spec: StateSpec) -> Iterator[Blob]:
 
 
 def _cut(values: Array, first: int, step: int) -> Iterator[Blob]:
-    """Cut flat values, which begin at `first` of the recurrent data, into pieces that are views of them."""
+    """Cut flat values into pieces that are views of them. first: their begin in the recurrent data."""
     for low in range(0, len(values), step):
         part = values[low : low + step]
         yield _blob(first + low, first + low + len(part), part)
 
 
 def _as_block(state: State, spec: StateSpec) -> Array | None:
-    """[rows, values of a row] over the very memory of the row tensors, where a runtime keeps it in that order."""
+    """Return [rows, values of a row], a view of the row tensors, if they lie in memory in that order; else None."""
     columns, width = spec.row_columns, spec.row_values
     first = state.tensors[next(iter(columns))]
     size, start = first.itemsize, first.ctypes.data
@@ -147,7 +148,7 @@ def _segment(state: State, spec: StateSpec, first: int, last: int, dtype: str, b
 
 
 def _segments(state: State, spec: StateSpec) -> Iterator[Blob]:
-    """All key and value rows [since, position)."""
+    """Yield all key and value rows [since, position)."""
     if not spec.rows or state.since == state.position:
         return iter(())
     dtype = _common_dtype(state.tensors[t.name] for t in spec.rows)
@@ -163,10 +164,10 @@ def cut(state: State, spec: StateSpec) -> tuple[tuple[Blob, ...], tuple[Blob, ..
 
 
 def _values(blob: Blob, count: int) -> Array:
-    """The values of a blob, [count]. Raises StateError or CodecError unless there are exactly so many."""
+    """Return the values of a blob, [count]. Raises StateError or CodecError if their number differs."""
     name = dtype_of(blob.encoding)
     if name is None:
-        raise StateError(f"numbers are stored as {blob.encoding!r}, which this version does not know")
+        raise StateError(f"numbers are stored as {blob.encoding!r}, which this version does not support")
     dtype = DTYPES[name]
     if blob.encoding.startswith(_RAW):
         if len(blob.data) != count * dtype.itemsize:
@@ -188,7 +189,7 @@ def _as_dtype(values: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def rows_part(blob: Blob, spec: StateSpec) -> Part:
-    """The KV rows of a segment, in the dtypes of `spec`. Raises CodecError or StateError."""
+    """Return the KV rows of a segment, in the dtypes of `spec`. Raises CodecError or StateError."""
     count = blob.last - blob.first
     values = _values(blob, count * spec.row_values)
     tensors: dict[str, Array] = {}
@@ -206,13 +207,13 @@ def rows_part(blob: Blob, spec: StateSpec) -> Part:
 
 
 def piece_values(blob: Blob) -> Array:
-    """The values [first, last) of the recurrent data. Raises CodecError or StateError."""
+    """Return the values [first, last) of the recurrent data. Raises CodecError or StateError."""
     return _values(blob, blob.last - blob.first)
 
 
 def recurrent_parts(pieces: Iterator[Array], spec: StateSpec, position: int) -> Iterator[Part]:
-    """Whole recurrent tensors, in the dtypes of `spec`, from the values of all pieces in order."""
-    held: list[Array] = []  # of the tensor that comes next
+    """Yield whole recurrent tensors, in the dtypes of `spec`, from the values of all pieces in order."""
+    held: list[Array] = []  # values of the next tensor
     waiting = list(spec.recurrent)
     for values in pieces:
         at = 0
@@ -244,18 +245,18 @@ def joined(parts: Iterator[Part], spec: StateSpec, position: int) -> State:
 
 
 class CodecError(ValueError):
-    """Packed bytes are damaged or are not what they were declared to be."""
+    """Packed bytes that are damaged or differ from their declared size."""
 
 
 def planes(packed: bytes, count: int, itemsize: int) -> list[NDArray[np.uint8]]:
-    """The byte planes, [count] each, of `count` packed values. Raises CodecError; allocates no more than expected.
+    """Return the byte planes, [count] each, of `count` packed values. Allocates no more. Raises CodecError.
 
-    Of `planes-zstd/1`, the codec of the first version's numbers: read, not written any more. The bytes of an array are
-    split into planes (a float32 array of n values: all lowest bytes, ..., all highest), each a zstd frame or, where
-    that is not smaller, as it is.
+    This reads `planes-zstd/1`, the codec of the first version; it is not written any more. The bytes of an array are
+    split into planes (a float32 array of n values: all lowest bytes, ..., all highest). Each plane is a zstd frame, or
+    stored as it is if that is not larger.
 
-        packed = length of each plane as stored (u32 little-endian, one for each), then the planes
-        a plane stored in n bytes is the plane itself, in fewer a zstd frame of it
+        packed = stored length of each plane (u32 little-endian), then the planes.
+        A plane stored in `count` bytes is the plane itself, in fewer a zstd frame of it.
     """
     table = 4 * itemsize
     if len(packed) < table:
@@ -275,7 +276,7 @@ def planes(packed: bytes, count: int, itemsize: int) -> list[NDArray[np.uint8]]:
 
 def _decompress(decompressor: zstandard.ZstdDecompressor, frame: memoryview, count: int) -> bytes:
     try:
-        # The declared size is checked before anything of that size is allocated: a frame may lie.
+        # A frame may lie: its declared size is checked before anything of that size is allocated.
         declared = zstandard.get_frame_parameters(frame).content_size
         if declared != count:
             raise CodecError(f"a frame declares {declared} bytes, {count} are expected")
@@ -288,7 +289,7 @@ def _decompress(decompressor: zstandard.ZstdDecompressor, frame: memoryview, cou
 
 
 def join(parts: list[NDArray[np.uint8]], out: NDArray[Any]) -> None:
-    """Write planes into `out`, whose last axis is contiguous; the planes count as in `out`'s C order."""
+    """Write planes into `out`, whose last axis is contiguous. The planes follow `out`'s C order."""
     octets = out.view(np.uint8)  # [..., d * itemsize]
     for i, plane in enumerate(parts):
         octets[..., i :: len(parts)] = plane.reshape(out.shape)
@@ -301,7 +302,7 @@ def unpack(packed: bytes, out: NDArray[Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A checkpoint ready to be written. `parent` is an id, the key of one on its way, or None."""
+    """A checkpoint ready to be written. `parent`: an id, the key of one that is on its way to the store, or None."""
 
     scope: Scope
     producer: str
@@ -312,7 +313,7 @@ class Encoded:
     anchor: bytes
     parent: int | bytes | None
     since: int  # KV rows from here on
-    parent_key: bytes | None  # what the parent's key must be, as it holds the rows below `since`
+    parent_key: bytes | None  # required key of the parent, which holds the rows below `since`
     origin: str | None
     turn: str | None
     owner: str
@@ -329,7 +330,7 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that committing it adds to the store."""
+        """Count the bytes that committing it adds to the store."""
         return self.recurrent_nbytes + self.rows_nbytes
 
     @property
@@ -337,7 +338,7 @@ class Encoded:
         return all(b.data for b in (*self.pieces, *self.segments))
 
     def without_data(self) -> Encoded:
-        """Drop the data once it is stored; what linking the checkpoint takes stays."""
+        """Drop the data once it is stored; the fields needed to link the checkpoint stay."""
 
         def emptied(blobs: tuple[Blob, ...]) -> tuple[Blob, ...]:
             return tuple(replace(b, data=b"") for b in blobs)
@@ -348,8 +349,8 @@ class Encoded:
 def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: StateSpec) -> Encoded:
     """Prepare and hash everything that committing `checkpoint` needs.
 
-    It touches no database, and may run on any thread as soon as the state was saved. Raises StateError if the state is
-    not one of `spec` at this position, or not finite; ValueError if ids and position disagree.
+    It touches no database, and may run on any thread once the state is saved. Raises StateError if the state does not
+    match `spec` at this position or is not finite; ValueError if ids and position disagree.
     """
     state, parent = checkpoint.state, checkpoint.parent
     ids = checkpoint.ids

@@ -23,8 +23,8 @@ from ssmd.sessions.turn import StoreError
 
 _BATCH = 500  # keys in one statement
 
-SHARE = 8  # of the quota they have one part in so many
-_UNBOUNDED = 1 << 30  # bytes, where there is no quota
+SHARE = 8  # unlinked checkpoints may take 1/SHARE of the quota
+_UNBOUNDED = 1 << 30  # bytes that they may take without a quota
 
 
 # Built once: putting a statement together takes longer than running it.
@@ -56,7 +56,7 @@ _NEAR = (
     )
     .distinct()
 )
-# Values stand beside them, not in them: SQLAlchemy keeps a statement that it has compiled, and what is in it.
+# Values are bound parameters: SQLAlchemy keeps compiled statements with the values in them.
 _NEW, _NEW_PIECE, _NEW_SEGMENT = insert(checkpoint), insert(piece), insert(segment)
 _NEW_LISTED, _NEW_LINK = insert(checkpoint_segment), insert(turn_checkpoint)
 _KNOWN_LAYOUT = select(layout.c.digest).where(layout.c.digest == bindparam("layout"))
@@ -82,10 +82,10 @@ _FITTING = (
 def find(
     connection: Connection, scope: Scope, ids: Line, session: str | None, domain: Domain, skip: Collection[int]
 ) -> Found | None:
-    """Find the deepest checkpoint whose ids are a proper prefix of `ids`; of equally deep ones the build's own.
+    """Find the deepest checkpoint whose ids are a proper prefix of `ids`; among equally deep ones the build's own.
 
-    Only checkpoints that the domain sees, and none before ids.start: the ids to feed after it must be at hand.
-    skip: ids of checkpoints to pass over.
+    It considers only checkpoints that the domain sees, and none before ids.start: the ids to feed after it must be at
+    hand. skip: ids of checkpoints to pass over.
     """
     first, last = max(1, ids.start), len(ids) - 1
     marks = prefix_keys(scope.layout, scope.lineage, ids, anchors(first, last))
@@ -94,10 +94,10 @@ def find(
     near = {"anchors": marks, "first": first, "last": last, **by(domain)}
     positions = sorted(connection.scalars(_NEAR, near))
     keys = prefix_keys(scope.layout, scope.lineage, ids, positions)
-    batch = 16  # the match is mostly among the deepest
+    batch = 16  # the match is mostly among the deepest keys
     while keys:
         wanted = {"keys": keys[-batch:], "session": session or "", "build": scope.build, **by(domain)}
-        with as_they_are(connection):  # one that was altered is found out when it is loaded
+        with as_they_are(connection):  # altered rows are found when the checkpoint is loaded
             rows = connection.execute(_FITTING, wanted).all()
         for row in rows:
             if row.id not in skip:
@@ -125,13 +125,13 @@ class Stored:
 
 
 def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) -> list[Stored]:
-    """Return the deepest checkpoint of each kind that the turns of a path link to. Root first in `path`.
+    """Return the deepest checkpoint of each kind that the turns of a path link to. path: turn ids, root first.
 
     All have one layout.
     """
     depth = {turn: i for i, turn in enumerate(path)}
     t = turn_checkpoint.c
-    own: dict[int, str] = {}  # the topmost turn that links to it is the one that it was made for
+    own: dict[int, str] = {}  # the topmost turn that links to a checkpoint is the turn that it was made for
     for at in range(0, len(path), _BATCH):
         for turn, number in connection.execute(select(t.turn, t.checkpoint).where(t.turn.in_(path[at : at + _BATCH]))):
             if number not in own or depth[turn] < depth[own[number]]:
@@ -173,10 +173,10 @@ def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Stored:
 
 
 def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Sequence[str]) -> list[Placed]:
-    """Write checkpoints and link them, and those they grew from, to their turns. A parent comes before its children."""
+    """Write checkpoints and link them and their parents to their turns. A parent comes before its children."""
     now = time.time_ns() // 1000
     placed: list[Placed] = []
-    other_rows: set[int] = set()  # stored already, from other calls than the ones that the new children saw
+    other_rows: set[int] = set()  # stored before, with KV rows of other calls than those that the new children saw
     for digest_, spec in {enc.scope.layout: enc.spec for enc in new}.items():
         if connection.execute(_KNOWN_LAYOUT, {"layout": digest_}).one_or_none() is None:
             connection.execute(insert(layout).values(digest=digest_, tensors=spec.to_json()))
@@ -223,7 +223,7 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
         "layout": enc.scope.layout,
         "lineage": enc.scope.lineage,
         "build": enc.scope.build,
-        # Rows below came from other calls: within tolerance, but no exact resume, so the producer must not be equal.
+        # The rows below came from other calls: within tolerance, but not bit-exact, so the producer must differ.
         "producer": f"{enc.producer} (rows of several runs)" if mixed else enc.producer,
         "origin": enc.origin or "",
         "owner": enc.owner,
@@ -255,7 +255,7 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
 
 
 def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
-    """The parent's row, and why the checkpoint cannot be stored without it. Raises StoreError on one that cannot be."""
+    """Return the parent's row, and why the checkpoint cannot be stored without it. Raises StoreError if it is wrong."""
     if enc.parent is None:
         return None, ""
     if isinstance(enc.parent, bytes):
@@ -263,7 +263,7 @@ def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
     else:
         row = connection.execute(_PARENT, {"checkpoint": enc.parent}).one_or_none()
     if row is None:
-        # Recurrent tensors are whole; only KV rows below would be missing.
+        # Recurrent tensors are whole; only the KV rows below would be missing.
         return None, "the checkpoint it grew from was removed meanwhile" if enc.since else ""
     if row.origin and row.origin != enc.origin:
         raise StoreError(f"a checkpoint grown from one imported as {row.origin!r} must keep that origin")
@@ -273,7 +273,7 @@ def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
 
 
 def named_as(connection: Connection, enc: Encoded, key: bytes) -> Any:
-    """The row with this key, and all else that names a checkpoint in common with `enc`; None if there is none."""
+    """Return the row with this key and the build, origin and owner of `enc`; None if there is none."""
     name = {"key": key, "build": enc.scope.build, "origin": enc.origin or "", "owner": enc.owner}
     return connection.execute(_NAMED, name).one_or_none()
 
@@ -307,19 +307,19 @@ def linked_to(connection: Connection, turns: Any) -> list[int]:
 def unlink_strangers(connection: Connection, turn: str, ids: Line) -> list[int]:
     """Unlink a turn's end-of-turn checkpoints that do not match its new `ids`. Returns their ids.
 
-    The state of its prompt stays, for another answer: that may differ from what later prompts make of it.
+    The state of its prompt stays for another answer. Its ids may differ from those that later prompts have.
     """
     link = turn_checkpoint.c
     mine = select(_c.id, _c.key, _c.layout, _c.lineage, _c.position).join(turn_checkpoint, link.checkpoint == _c.id)
     linked = connection.execute(mine.where(link.turn == turn, _c.kind == "turn"))
-    # What lies before its own ids is of a turn above, which it was resumed from.
+    # A checkpoint before its own ids belongs to a turn above, from which it was resumed.
     strangers = [row.id for row in linked if row.position >= ids.start and not named_by(row, ids)]
     connection.execute(delete(turn_checkpoint).where(link.turn == turn, link.checkpoint.in_(strangers)))
     return strangers
 
 
 def named_by(row: Any, ids: Line) -> bool:
-    """Return whether a checkpoint's key is that of a prefix of `ids`; False if those ids are not at hand.
+    """Return True if a checkpoint's key is that of a prefix of `ids`; False if those ids are not at hand.
 
     row: with `position`, `key`, `layout` and `lineage`.
     """
@@ -329,7 +329,7 @@ def named_by(row: Any, ids: Line) -> bool:
 
 
 def sweep(connection: Connection, candidates: Collection[int]) -> None:
-    """Delete those of the candidates to which no turn links, and then the segments that no checkpoint needs."""
+    """Delete the candidates to which no turn links, and then the segments that no checkpoint needs."""
     numbers = sorted(set(candidates))
     for at in range(0, len(numbers), _BATCH):
         some = numbers[at : at + _BATCH]
@@ -353,7 +353,7 @@ def sweep(connection: Connection, candidates: Collection[int]) -> None:
 def bound(connection: Connection, quota: int | None, used: int | None, keep: Collection[int]) -> int:
     """Delete the least recently used unlinked checkpoints while they exceed their share. Return how many.
 
-    used: id of one that was just used. keep: ids of those whose turn may still come.
+    used: id of a checkpoint that was just used. keep: ids of those whose turn may still come.
     """
     if used is not None:
         connection.execute(_USED, {"number": used, "now": time.time_ns() // 1000})

@@ -1,7 +1,7 @@
-"""What one transaction writes: turns with their states, a turn rendered anew, a session from elsewhere.
+"""The transactions of a store: turns with their states, a turn rendered again, a session from elsewhere.
 
-quota: bytes of checkpoints that may stay; what was said may take as much again, and at least 1 GiB. Errors are
-StoreErrors, on which the transaction is to be given up.
+quota: bytes of checkpoints that may stay. Text may take as much again, and at least 1 GiB. Errors are StoreErrors, on
+which the transaction is to be rolled back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ssmd.text.messages import Message
 
 _LEAST_TEXT_BYTES = 1 << 30
 
-_COUNTED_WHEN_IDLE = 100  # sessions; some milliseconds each
+_COUNTED_WHEN_IDLE = 100  # sessions counted at once; some milliseconds each
 
 
 def check(session: SessionInfo, new: Sequence[NewTurn], checkpoints: Sequence[Encoded]) -> None:
@@ -57,7 +57,7 @@ def write(
     reply: NewReply | None,
     heard: Mapping[str, Sequence[Message]],
 ) -> list[Placed]:
-    """Write turns (siblings, the first becomes the head) of a session, new or not, and what Store.commit says."""
+    """Write turns (siblings, the first becomes the head) of a new or known session, as Store.commit describes."""
     for turn_id, said in heard.items():
         growth.heal(connection, turn_id, said)
     sessions.touch_session(connection, new, session)
@@ -72,7 +72,7 @@ def write(
 
 
 def ends_placed(new: Sequence[NewTurn], checkpoints: Sequence[Encoded], placed: Sequence[Placed]) -> bool:
-    """Tell whether the state at the end of each of these turns is stored."""
+    """Return True if the state at the end of each of these turns is stored."""
     ends = {c.turn for c, p in zip(checkpoints, placed, strict=True) if c.kind == "turn" and p.id is not None}
     return all(t.id in ends for t in new)
 
@@ -85,9 +85,9 @@ def attach(
     quota: int | None,
     reply: NewReply | None,
 ) -> list[Placed]:
-    """Write checkpoints of turns that stand without them; none where one of those turns was removed meanwhile.
+    """Write checkpoints of turns that are stored without them; none if one of those turns was removed meanwhile.
 
-    reply: the one that was written with the turns; it says from now on whether their states are stored.
+    reply: the reply that was written with the turns; it is updated to say if their states are stored.
     """
     turn_ids = [t.id for t in new]
     there = connection.scalars(select(turn_table.c.id).where(turn_table.c.id.in_(turn_ids))).all()
@@ -140,14 +140,14 @@ def _bound_text(connection: Connection, quota: int | None) -> None:
     bound, nbytes = max(quota, _LEAST_TEXT_BYTES), holding.turn_bytes(connection)
     if nbytes > bound:
         raise StoreError(
-            f"what was said takes {nbytes} of {bound} bytes; remove sessions with `ssmd session rm`, or raise the quota"
+            f"conversations take {nbytes} of {bound} bytes; remove sessions with `ssmd session rm`, or raise the quota"
         )
 
 
 def drop(connection: Connection, checkpoint_id: int, spec: StateSpec) -> int:
-    """Remove a checkpoint that cannot be read, and those that list KV rows of it that were altered. Returns how many.
+    """Remove a checkpoint that cannot be read, and those that list its altered KV rows. Returns how many.
 
-    It is read once more first: what was a slip of the memory harms nothing.
+    It is read once more first: a mere read error then removes nothing.
     """
     if _is_sound(connection, checkpoint_id, spec):
         return 0
@@ -179,7 +179,7 @@ def drop(connection: Connection, checkpoint_id: int, spec: StateSpec) -> int:
 
 
 def _is_sound(connection: Connection, checkpoint_id: int, spec: StateSpec) -> bool:
-    """Return whether a checkpoint can be read. Raises StoreError if it does not exist any more."""
+    """Return True if a checkpoint can be read. Raises StoreError if it does not exist any more."""
     try:
         _, parts = read_parts(connection, checkpoint_id, spec)
         with contextlib.closing(parts):
@@ -191,7 +191,7 @@ def _is_sound(connection: Connection, checkpoint_id: int, spec: StateSpec) -> bo
 
 
 def collect(engine: Engine, file: Path, room: Room, limit: int | None, *, dry_run: bool) -> retention.Collected:
-    """Let checkpoints go until those left take at most `limit` bytes. dry_run: only say what would go."""
+    """Remove checkpoints until those left take at most `limit` bytes. dry_run: only report what would go."""
     done = retention.Collected(quota=limit)
     with database.reading(engine, file) as connection:
         above = 0 if limit is None or dry_run else holding.stored_bytes(connection) - limit
@@ -217,7 +217,7 @@ def collect(engine: Engine, file: Path, room: Room, limit: int | None, *, dry_ru
 
 
 def settle(engine: Engine, file: Path, room: Room) -> bool:
-    """Count some of the sizes that sharing changed, and settle the log. Return whether more are to be counted."""
+    """Count some of the sizes that sharing changed, and settle the log. Return True if more are to be counted."""
     with database.reading(engine, file) as connection:
         unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(1)
         some = connection.execute(unknown).first() is not None
@@ -225,7 +225,7 @@ def settle(engine: Engine, file: Path, room: Room) -> bool:
     if some:
         with database.writing(engine, file) as connection:
             counted = holding.count_sizes(connection, at_most=_COUNTED_WHEN_IDLE)
-    room.for_words(lambda: database.settle(engine, file, idle=True))  # which lets the file grow
+    room.for_words(lambda: database.settle(engine, file, idle=True))  # this lets the file grow
     return counted == _COUNTED_WHEN_IDLE
 
 

@@ -1,6 +1,6 @@
-"""The SQLite file of the session store: how it is made, how connections behave, what its errors mean.
+"""The SQLite file of the session store: its creation, the settings of its connections, and its errors.
 
-Everything that is SQLite's own stands here; store.py speaks SQLAlchemy only.
+This file has everything that depends on SQLite; store.py uses only SQLAlchemy.
 
 Chosen by measurement (20 MB in rows of 4 MiB, one transaction, an ordinary cloud disk, two cores): `synchronous=FULL`
 costs 10 ms over NORMAL (34-45 ms against 21-24 ms), so a turn that was reported as stored survives a power cut too.
@@ -32,7 +32,7 @@ from ssmd.sessions.rows import erasure
 from ssmd.sessions.turn import StoreError
 
 FILE = "sessions.sqlite3"
-APPLICATION_ID = 0x73736D64  # "ssmd": tells our file from any other SQLite file
+APPLICATION_ID = 0x73736D64  # "ssmd": tells our file from other SQLite files
 PAGE_BYTES = 16384
 _LOG_PAGES = (128 << 20) // PAGE_BYTES
 _PAGES_AT_ONCE = 64
@@ -40,7 +40,7 @@ _HEADER = b"SQLite format 3\x00"
 
 
 class _Connection(sqlite3.Connection):
-    """A connection that knows its cursors, as SQLite tells Python nothing of statements that are still under way."""
+    """A connection that tracks its cursors, because SQLite does not report open statements to Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,9 +53,9 @@ class _Connection(sqlite3.Connection):
 
 
 class _OpenFile:
-    """The file of a name as it was when it was opened, so that a removal or a replacement of it is noticed.
+    """The identity of a file when it was opened, so that its removal or replacement is noticed.
 
-    Two `stat` calls cost microseconds; a write that goes to a file without a name is lost when the process ends.
+    Two `stat` calls cost microseconds. Writes to a file without a name are lost when the process ends.
     """
 
     def __init__(self, file: Path, found: os.stat_result) -> None:
@@ -64,21 +64,21 @@ class _OpenFile:
         self._identity = (found.st_dev, found.st_ino)
 
     def check(self, *, written: bool = False) -> None:
-        """Raise ReplacedFile unless the name leads to the same file. written: and its log, which then exists."""
+        """Raise ReplacedFile unless the name leads to the same file. written: its log must exist too."""
         try:
             found = self._file.stat()
             if written:
                 self._log.stat()
         except FileNotFoundError as err:
             raise replaced(self._file, f"{err.filename} was removed") from None
-        except OSError as err:  # of a disk that fails, say
+        except OSError as err:  # of a failing disk, for example
             raise unusable(self._file, err) from err
         if (found.st_dev, found.st_ino) != self._identity:
             raise replaced(self._file, "another file was put in its place")
 
 
 def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
-    """An engine over `data_dir`'s database, created if there is none. Raises StoreError; migrates nothing."""
+    """Open an engine over `data_dir`'s database, created if there is none. Raises StoreError; migrates nothing."""
     file = data_dir / FILE
     try:
         opened = _OpenFile(file, _prepare(data_dir, file))
@@ -88,7 +88,7 @@ def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
         URL.create("sqlite", database=str(file)),
         connect_args={"timeout": busy_ms / 1000, "check_same_thread": False, "factory": _Connection},
         execution_options={"ssmd_file": opened},
-        max_overflow=-1,  # threads bound them: one that plans a request holds one while it tokenises, none waits for it
+        max_overflow=-1,  # threads bound them: one that plans a request holds a connection while it tokenizes
     )
     event.listen(engine, "connect", lambda connection, _: opened.check())
     event.listen(engine, "connect", _on_connect)
@@ -113,13 +113,13 @@ def reading(engine: Engine, file: Path) -> Iterator[Connection]:
 
 @contextlib.contextmanager
 def writing(engine: Engine, file: Path) -> Iterator[Connection]:
-    """A write transaction, all or nothing. The write lock is taken first, so that what is read stays true."""
+    """Open a write transaction, all or nothing. It takes the write lock first, so that its reads stay true."""
     try:
         with errors(file), engine.connect() as connection:
             connection = connection.execution_options(ssmd_write=True)
             with connection.begin():
                 yield connection
-    except DiskFull:  # what did not fit stands in the log, and others need the room
+    except DiskFull:  # the failed rows stand in the log, and others need the space
         with contextlib.suppress(StoreError):
             shorten_log(engine, file)
         raise
@@ -127,9 +127,9 @@ def writing(engine: Engine, file: Path) -> Iterator[Connection]:
 
 @contextlib.contextmanager
 def sparing(engine: Engine, file: Path) -> Iterator[Connection]:
-    """A write transaction that writes next to nothing of what it removes: for a full disk, and `shrink` comes next.
+    """Open a write transaction for removals on a full disk: it writes next to nothing. `shrink` comes next.
 
-    What it frees is not overwritten by it. So it owes the erasing of that, which giving the space back does.
+    It does not overwrite what it frees. So it owes the erasing, which giving the space back does.
     """
     with writing(engine, file) as connection:
         connection.exec_driver_sql("PRAGMA secure_delete=FAST")
@@ -142,10 +142,10 @@ def sparing(engine: Engine, file: Path) -> Iterator[Connection]:
 
 @contextlib.contextmanager
 def migrating(engine: Engine, file: Path) -> Iterator[Connection]:
-    """A write transaction that may make tables anew: what points at them is left alone."""
+    """Open a write transaction that may make tables again; rows that point at them stay."""
     with errors(file), engine.connect() as connection:
         raw: Any = connection.connection.dbapi_connection
-        raw.execute("PRAGMA foreign_keys=OFF")  # dropping a table would take what points at it along
+        raw.execute("PRAGMA foreign_keys=OFF")  # dropping a table would remove the rows that point at it
         try:
             connection = connection.execution_options(ssmd_write=True)
             with connection.begin():
@@ -155,9 +155,9 @@ def migrating(engine: Engine, file: Path) -> Iterator[Connection]:
 
 
 def settle(engine: Engine, file: Path, *, idle: bool) -> None:
-    """Move the log into the file; after a removal also erase what is left of it, and give its space back to the disk.
+    """Move the log into the file. After a removal, also erase its leftovers and give the space back to the disk.
 
-    Another process that reads or writes can keep it from being done; that is no error, the next call does it.
+    Another process that reads or writes can prevent this. That is not an error: the next call does it.
     """
     with errors(file), _bare(engine) as cursor:
         if erasure.is_owed(cursor):
@@ -168,9 +168,9 @@ def settle(engine: Engine, file: Path, *, idle: bool) -> None:
 
 
 def move_log(engine: Engine, file: Path) -> int:
-    """Move the log into the file as far as nobody is in the way; the bytes that the log then has for what comes next.
+    """Move the log into the file, as far as other processes permit.
 
-    None while something of it is left.
+    Returns the bytes of the log that the next commits can use; 0 while a part of it is not moved.
     """
     with errors(file), _bare(engine) as cursor:
         _check_growth(cursor, file)
@@ -180,25 +180,25 @@ def move_log(engine: Engine, file: Path) -> int:
 
 
 def give_back(engine: Engine, file: Path) -> None:
-    """Give free pages and the log's bytes back to the disk, as far as other processes let it be done now."""
+    """Give free pages and the log's bytes back to the disk, as far as other processes permit."""
     with errors(file), _bare(engine) as cursor:
         erasure.empty_log(cursor, file)
 
 
 def shorten_log(engine: Engine, file: Path) -> bool:
-    """Move the log into the file and give its bytes back to the disk; False if others that read are in the way."""
+    """Move the log into the file and give its bytes back to the disk; False if readers prevent it."""
     with errors(file), _bare(engine) as cursor:
         return erasure.truncate_log(cursor, file, idle=True)
 
 
 def _check_growth(cursor: Any, file: Path) -> None:
-    """Check that the log can be moved: else the part of it that fits would be lost to everybody. Raises DiskFull."""
+    """Raise DiskFull if the log does not fit into the file. A partial move would keep its space from all processes."""
     if not erasure.log_fits(cursor, file):
         raise disk_full(file)
 
 
 def shrink(engine: Engine, file: Path) -> None:
-    """Give free pages back to the disk a few at a time, so that the log stays short, as far as others let it be."""
+    """Give free pages back to the disk a few at a time, so that the log stays short, as far as others permit."""
     with errors(file), _bare(engine) as cursor:
         left = -1
         while erasure.truncate_log(cursor, file):
@@ -209,12 +209,12 @@ def shrink(engine: Engine, file: Path) -> None:
 
 
 def free_bytes(connection: Connection) -> int:
-    """Count the bytes of the file that hold nothing, and that the next rows take."""
+    """Count the free bytes of the file, which the next rows take."""
     return int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()) * PAGE_BYTES
 
 
 def _prepare(data_dir: Path, file: Path) -> os.stat_result:
-    """Make the directory (0700) and the file (0600), and return which file it is.
+    """Make the directory (0700) and the file (0600), and return the file's identity.
 
     SQLite gives its side files the mode of the file.
     """
@@ -229,7 +229,7 @@ def _prepare(data_dir: Path, file: Path) -> os.stat_result:
     with file.open("rb") as f:
         head = f.read(len(_HEADER))
     if head and head != _HEADER:
-        raise StoreError(f"{file} is no database; move it away to start with an empty one")
+        raise StoreError(f"{file} is not a database; move it away to start with an empty one")
     return file.stat()
 
 
@@ -237,14 +237,14 @@ def _create(engine: Engine, busy_ms: int) -> None:
     with _bare(engine) as cursor:
         (application,) = cursor.execute("PRAGMA application_id").fetchone()
         (objects,) = cursor.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        # A file of ours whose making was broken off has no id yet, and holds nothing.
+        # If the creation of our file was interrupted, it has no id yet, and is empty.
         if application != APPLICATION_ID and (application or objects):
             raise StoreError(
                 f"{engine.url.database} is another program's database; give ssmd a data directory of its own"
             )
         if cursor.execute("PRAGMA journal_mode").fetchone() == ("wal",):
             return
-        # Order matters: page size and auto_vacuum are fixed by the first write, which the change to WAL is.
+        # Order matters: the first write, which is the change to WAL, fixes page size and auto_vacuum.
         cursor.execute(f"PRAGMA page_size={PAGE_BYTES}")
         cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")
         cursor.execute(f"PRAGMA application_id={APPLICATION_ID}")
@@ -262,9 +262,9 @@ def _create(engine: Engine, busy_ms: int) -> None:
 
 @contextlib.contextmanager
 def _bare(engine: Engine) -> Iterator[Any]:
-    """A cursor outside any transaction, for statements that cannot run inside one.
+    """Open a cursor outside any transaction, for statements that cannot run inside one.
 
-    Raises ReplacedFile, and StoreError where the file cannot be looked at meanwhile.
+    Raises ReplacedFile, and StoreError if the file cannot be examined meanwhile.
     """
     engine.get_execution_options()["ssmd_file"].check()
     connection = engine.raw_connection()
@@ -281,7 +281,7 @@ def _bare(engine: Engine) -> Iterator[Any]:
 
 
 def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
-    connection.isolation_level = None  # transactions begin where _on_begin says, and nowhere else
+    connection.isolation_level = None  # only _on_begin begins transactions
     connection.text_factory = _as_it_is
     for setting in (
         "foreign_keys=ON",
@@ -295,7 +295,7 @@ def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
 
 
 def _as_it_is(data: bytes) -> str:
-    """Text that is no UTF-8 is read all the same: one altered row keeps nobody from the others."""
+    """Decode text, also invalid UTF-8, so that one altered row does not hide the others."""
     return data.decode("utf-8", "surrogateescape")
 
 
@@ -311,35 +311,35 @@ def _on_commit(connection: Connection) -> None:
 
 
 def _on_reset(connection: _Connection, _: ConnectionPoolEntry, __: PoolResetState) -> None:
-    """Close what was left half read of a connection that goes back to the pool.
+    """Close the statements of a connection that goes back to the pool.
 
-    A statement under way outlives the transaction, and whoever has the connection next would read the moment that it
-    began in: turns committed since are not there. Where one cannot be closed the pool does away with the connection.
+    An open statement outlives the transaction. The next user of the connection would then read an old snapshot, without
+    the turns committed since. If one cannot be closed, the pool discards the connection.
     """
     for cursor in tuple(connection.cursors):
         cursor.close()
 
 
 class DamagedFile(StoreError):
-    """SQLite finds the file's own structure damaged."""
+    """A file whose own structure SQLite finds damaged."""
 
     reason = "damaged"
 
 
 class ReplacedFile(StoreError):
-    """The file that is open is not the one of that name any more: what is written to it is lost at the end."""
+    """An open file that does not have its name any more. Writes to it are lost at the end."""
 
     reason = "replaced"
 
 
 class Locked(StoreError):
-    """Another process holds the store longer than one waits for it."""
+    """A store that another process holds longer than the caller waits."""
 
     reason = "locked"
 
 
 class DiskFull(StoreError):
-    """The file system has no room for what is to be written."""
+    """A file system without room for a write."""
 
     reason = "disk_full"
 
@@ -369,7 +369,7 @@ _KINDS = {
     sqlite3.SQLITE_FULL: DiskFull,
 }
 _WITHOUT_FILE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)  # what a missing file gives
-_NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)  # a user's quota, say
+_NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)  # because of a disk quota, for example
 
 
 def _error(err: BaseException | None, file: Path) -> StoreError:
@@ -384,7 +384,7 @@ def _error(err: BaseException | None, file: Path) -> StoreError:
 def replaced(file: Path, happened: str) -> ReplacedFile:
     return ReplacedFile(
         f"session store {file}: {happened} while it was in use, so nothing is written any more; "
-        "put back the files that were there, or restart the daemon to go on with those that are there now"
+        "put the old files back, or restart the daemon to use the present ones"
     )
 
 
@@ -411,7 +411,7 @@ def _explain(err: BaseException | None, code: int, file: Path) -> str:
             "or move it away to start with an empty one"
         )
     if code == sqlite3.SQLITE_CONSTRAINT:
-        return f"session store {file}: nothing was written, as it contradicts what is stored ({err})"
+        return f"session store {file}: nothing was written, because it contradicts stored rows ({err})"
     if code == sqlite3.SQLITE_IOERR:
         return f"session store {file}: reading or writing failed ({err}); is the disk full or broken?"
-    return f"session store {file}: {err}; `ssmd session check` tells whether it is damaged"
+    return f"session store {file}: {err}; run `ssmd session check` to see if it is damaged"

@@ -1,8 +1,8 @@
-"""Erasing what was removed: until its bytes are in no page of the database file and in no frame of its log.
+"""Erasure of removed text: until its bytes are in no page of the database file and in no frame of its log.
 
-`secure_delete` zeroes a row that is deleted, and a page that is freed. But where SQLite once moved rows between pages
-to fill them evenly, copies stay behind in the unused middle of a page, and deleting the row does not reach them. So
-the pages of the tables that hold text are looked through, and if one has a copy of anything they are written anew.
+`secure_delete` zeroes a deleted row, and a freed page. But SQLite sometimes moves rows between pages to fill them
+evenly. Then copies stay behind in the unused middle of a page, and deleting the row does not reach them. So the pages
+of the tables with text are searched, and if one has a copy of anything the tables are written again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, BinaryIO
 from sqlalchemy import Connection
 
 TEXT_TABLES = ("session", "turn", "reply")
-PAGES_AT_ONCE = 2048  # 32 MiB: one to two seconds, in which nothing else can be written
-IDLE_WAIT_MS = 200  # for those that read, when nobody waits for it
+PAGES_AT_ONCE = 2048  # pages rewritten in one go, 32 MiB: one to two seconds, in which nothing else can be written
+IDLE_WAIT_MS = 200  # longest wait for readers when no request waits for the erasure
 _LEAF, _INTERIOR = 0x0D, 0x05  # pages of a table's b-tree: https://www.sqlite.org/fileformat2.html#b_tree_pages
 _NOT_NOW = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
 
 
 def owe(connection: Connection) -> None:
-    """Note in the file, in the transaction that removes text, that it is to be erased by whoever comes to it."""
+    """Note in the file that an erasure is owed, in the transaction that removes text. Any process may then do it."""
     (owed,) = connection.exec_driver_sql("PRAGMA user_version").one()
     connection.exec_driver_sql(f"PRAGMA user_version={owed % 0x7FFFFFFF + 1}")
 
@@ -34,9 +34,9 @@ def is_owed(cursor: Any) -> bool:
 
 
 def erase(cursor: Any, file: Path, *, idle: bool) -> None:
-    """Do what is owed and give the space back to the disk. What another process keeps from being done stays owed.
+    """Do the owed erasure and give the space back to the disk. If another process prevents it, it stays owed.
 
-    idle: nobody waits, so that much text may be written anew too. The cursor is outside of a transaction.
+    idle: no request waits, so that much text may be rewritten too. The cursor is outside of a transaction.
     """
     try:
         (owed,) = cursor.execute("PRAGMA user_version").fetchone()
@@ -58,7 +58,7 @@ def erase(cursor: Any, file: Path, *, idle: bool) -> None:
             raise
         if cursor.connection.in_transaction:
             cursor.execute("ROLLBACK")
-        if err.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:  # what did not fit stands in the log
+        if err.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:  # the failed rows stand in the log
             truncate_log(cursor, file, idle=True)
     finally:
         if cursor.connection.in_transaction:
@@ -66,26 +66,27 @@ def erase(cursor: Any, file: Path, *, idle: bool) -> None:
 
 
 def empty_log(cursor: Any, file: Path, *, idle: bool = False) -> bool:
-    """The whole log into the file, free pages off the file's end; False if others that read or write are in the way.
+    """Move the whole log into the file, and cut free pages off its end. Return False if other processes prevent it.
 
-    It waits for them as long as the connection waits for a lock; when idle only a moment, as the store's writer may be
-    needed. SQLite's own way to wait for readers keeps the write lock meanwhile, so this tries again and again.
+    It waits for them as long as the connection waits for a lock. If idle it waits only a moment, because the store's
+    writer may be needed. SQLite's own wait for readers keeps the write lock meanwhile, so this tries again and again.
     """
-    if not log_fits(cursor, file):  # it would only become longer
+    if not log_fits(cursor, file):  # the log would only grow
         return False
     cursor.executescript("PRAGMA incremental_vacuum")  # execute() would stop after the first page
     return truncate_log(cursor, file, idle=idle)
 
 
 def log_fits(cursor: Any, file: Path) -> bool:
-    """Whether the disk has room for what moving the log adds to the file."""
+    """Return True if the disk has room for the pages that moving the log adds to the file."""
     pages, size = (cursor.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     return bool(pages * size - file.stat().st_size <= shutil.disk_usage(file.parent).free)
 
 
 def truncate_log(cursor: Any, file: Path, *, idle: bool = False) -> bool:
-    """The whole log into the file, as `empty_log`, which also gives free pages back. False too if it does not fit: the
-    part that does would be lost to everybody.
+    """Move the whole log into the file, as `empty_log` does after it has given free pages back.
+
+    Returns False too if it does not fit: a partial move would keep its space from all processes.
     """
     if not log_fits(cursor, file):
         return False
@@ -103,10 +104,10 @@ def truncate_log(cursor: Any, file: Path, *, idle: bool = False) -> bool:
 
 
 def _look_through(cursor: Any, file: Path) -> tuple[bool, int]:
-    """Whether an unused middle in the text tables holds anything (or makes no sense); how many pages there are."""
+    """Search the pages of the text tables. Return (True if an unused middle holds data or is invalid, pages)."""
     (size,) = cursor.execute("PRAGMA page_size").fetchone()
     copied, pages = False, 0
-    cursor.execute("BEGIN IMMEDIATE")  # nobody changes a page meanwhile
+    cursor.execute("BEGIN IMMEDIATE")  # no process changes a page meanwhile
     try:
         names = ",".join("?" * len(TEXT_TABLES))
         query = f"SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name IN ({names})"  # noqa: S608 - only ?
@@ -123,7 +124,7 @@ def _look_through(cursor: Any, file: Path) -> tuple[bool, int]:
 
 
 def _middles(f: BinaryIO, root: int, size: int) -> Iterator[bytes]:
-    """The unused bytes between the cell pointers and the cells of all pages of a table."""
+    """Yield the unused bytes between the cell pointers and the cells, for each page of a table."""
     waiting, seen = [root], set[int]()
     while waiting:
         number = waiting.pop()
@@ -144,8 +145,8 @@ def _middles(f: BinaryIO, root: int, size: int) -> Iterator[bytes]:
 
 
 def _rewrite(cursor: Any) -> None:
-    """Write the tables that hold text anew, row after row, so that none is moved."""
-    cursor.execute("PRAGMA foreign_keys=OFF")  # else emptying a table would take along what refers to it
+    """Write the tables with text again, row after row, so that no row is moved."""
+    cursor.execute("PRAGMA foreign_keys=OFF")  # else emptying a table would remove the rows that refer to it
     try:
         cursor.execute("BEGIN IMMEDIATE")
         for table in TEXT_TABLES:

@@ -1,4 +1,4 @@
-"""How conversations grow in the database: turns written as what they add, rewritten while nothing goes on from them."""
+"""Growth of conversations in the database: a turn is written as an addition, and rewritten while it is a leaf."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from ssmd.sessions.rows.turns import (
 from ssmd.sessions.turn import NewTurn, Removed, Settled, StoreError, Turn, UnknownSession, check_id
 from ssmd.text.messages import Message
 
-_MAX_STEMS = 64  # turns above a new one that are looked at for the one that it goes on from
-_LEAST_NBYTES = 512  # of a row, beside what was said
+_MAX_STEMS = 64  # turns above a new one that are searched for its stem
+_LEAST_NBYTES = 512  # of a row, beside items, answer, ids and text
 _t = turn_table.c
 _ONE = select(turn_table).where(_t.id == bindparam("turn"))
 _NEW = insert(turn_table)
 
 
 class _Path:
-    """Turns above those that are to be written, read as they are asked for."""
+    """Turns above those to be written, read on demand."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._known: dict[str, Turn] = {}
 
     def of(self, turn_id: str) -> Turn:
-        """Raises UnknownSession if the turn is not there."""
+        """Return a turn. Raises UnknownSession if it does not exist, StoreError if it was altered."""
         if turn_id not in self._known:
             turn = read_turn(self._connection, turn_id)
             if not turn.sound:
@@ -56,27 +56,27 @@ class _Path:
         self._known[turn.id] = turn
 
     def stem(self, parent: str | None, ids: Line, text: Passage, lineage: str) -> Turn | None:
-        """The deepest turn above, if one is found soon, whose ids and text these go on from."""
+        """Return the deepest of the next _MAX_STEMS turns above whose ids and text these continue, or None."""
         at = parent
         for _ in range(_MAX_STEMS):
             if at is None:
                 break
             try:
                 above = self.of(at)
-            except StoreError:  # altered, or gone
+            except StoreError:  # altered or removed
                 break
             n, c = len(above.ids), len(above.text)
             fits = n > 0 and above.lineage == lineage and ids.start <= n <= len(ids) and text.start <= c <= len(text)
             if fits and ids.hash(n) == above.ids.hash(n) and text.hash(c) == above.text.hash(c):
                 return above
-            at = above.parent  # not its stem: another model's turn, or one read anew, has none that these may have
+            at = above.parent  # not its stem: a turn of another model, or without ids, has none that fits
         return None
 
 
 def insert_turns(connection: Connection, turns: Sequence[NewTurn], lineage: str, owner: str = "") -> None:
     """Write turns; a parent is stored already or comes earlier in `turns`. Raises StoreError.
 
-    lineage: of those turns that do not say theirs.
+    lineage: of turns that have none of their own.
     """
     path = _Path(connection)
     rows = []
@@ -104,7 +104,7 @@ def _inherits(connection: Connection, session_id: str, turn_id: str) -> bool:
 
 
 def _row(turn: NewTurn, above: Turn | None, path: _Path, lineage: str) -> tuple[dict[str, Any], Turn]:
-    """The row of a new turn, and the turn as those below it see it."""
+    """Return the row of a new turn, and the turn as those below it see it."""
     chain = above.chain.then(turn.conversation, above.answer.tool_calls) if above else Chain().then(turn.conversation)
     depth, length = (above.depth + 1, above.length) if above else (0, 0)
     length += len(turn.conversation)
@@ -150,11 +150,11 @@ def _grown(
     prompt_tokens: int,
     settled: Settled | None,
 ) -> dict[str, Any]:
-    """The columns of a turn that say what its ids and text are: those of its stem, and then its own."""
+    """Return the columns for a turn's ids and text: those of its stem come first, then its own."""
     stem = path.stem(parent, ids, text, lineage) if len(ids) else None
     if stem is not None:
         ids, text = ids.cut(len(stem.ids)), text.cut(len(stem.text))
-    elif ids.start or text.start or not len(ids):  # what they went on from was rewritten meanwhile: read again then
+    elif ids.start or text.start or not len(ids):  # the turn they continued was rewritten meanwhile: to be read again
         ids, text, prompt_tokens, settled = NOTHING, SILENCE, 0, None
     return {
         "stem": stem.id if stem else None,
@@ -173,19 +173,19 @@ def _grown(
 
 
 def sealed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a turn with its size and its checksum."""
+    """Return the columns of a turn with its size and its checksum."""
     size = len(row["items"]) + len(row["answer"] or b"") + len(row["ids"]) + len(row["text"]) + _LEAST_NBYTES
     whole = dict(row) | {"nbytes": size}
     return whole | {"checksum": seal(whole)}
 
 
 def as_json(items: Iterable[Mapping[str, Any]]) -> bytes:
-    """Items as they are stored."""
+    """Encode items as they are stored."""
     return json.dumps(list(items), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def rewrite(connection: Connection, turn_id: str, ids: Line, text: Passage) -> None:
-    """Replace a turn's ids and text. Only for one that no other continues: those are stored as additions to it."""
+    """Replace a turn's ids and text. Only for a leaf: turns that continue it are stored as additions to it."""
     path = _Path(connection)
     old = path.of(turn_id)
     row = dict(connection.execute(_ONE, {"turn": turn_id}).one()._mapping)
@@ -197,9 +197,9 @@ def rewrite(connection: Connection, turn_id: str, ids: Line, text: Passage) -> N
 
 
 def heal(connection: Connection, turn_id: str, said: Sequence[Message]) -> None:
-    """Write down anew what was said in a turn that was altered, and no ids: they are read again.
+    """Write the messages of an altered turn again, without ids: they are read again.
 
-    said: its messages, the answer last, by which it was found. Raises StoreError if the one above it is no better.
+    said: its messages, the answer last, by which it was found. Raises StoreError if its parent was altered too.
     """
     with as_they_are(connection):
         row = connection.execute(_ONE, {"turn": turn_id}).one_or_none()
@@ -208,9 +208,9 @@ def heal(connection: Connection, turn_id: str, said: Sequence[Message]) -> None:
 
 
 def restate(connection: Connection, turn_id: str, said: Sequence[Message], *, keep: bool) -> None:
-    """Write a turn with these messages, where the one above it leads it; with its ids and text if it is to `keep` them.
+    """Write a turn with these messages, and its place below its parent. keep: with its ids and text.
 
-    Raises StoreError if the one above it was altered itself.
+    Raises StoreError if its parent was altered.
     """
     with as_they_are(connection):
         row = connection.execute(_ONE, {"turn": turn_id}).one()
@@ -245,7 +245,7 @@ def _write(connection: Connection, row: dict[str, Any], changed: Mapping[str, An
 
 
 def _nbytes_counted(row: Mapping[str, Any]) -> int:
-    """How many bytes of a stored turn are in the total: what the row says, unless that is what was altered of it."""
+    """Return the bytes of a stored turn in the total: the row's own number, unless it was altered."""
     with contextlib.suppress(TypeError, ValueError):
         if (again := sealed(row))["checksum"] == row["checksum"]:
             return int(again["nbytes"])

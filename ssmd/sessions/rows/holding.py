@@ -70,7 +70,7 @@ class Holding:
 _t, _c, _link, _list = turn.c, checkpoint.c, turn_checkpoint.c, checkpoint_segment.c
 _SESSION: Any = bindparam("session")
 _SOME: Any = bindparam("some", expanding=True)
-# Numbers that were altered to something else count as some number: that is the check's to find, not a list's.
+# Altered numbers count as some number: a check has to find them, not a list of sessions.
 _TURNS = select(_t.id, _t.parent, cast(_t.depth, Integer).label("depth")).where(_t.session == _SESSION).order_by(_t.seq)
 _LINKED = (
     select(
@@ -85,7 +85,7 @@ _SHARED = select(_c.id).where(_c.id.in_(_SOME), _OTHERS)
 _LISTED = select(_list.checkpoint, segment.c.id).join(segment, segment.c.id == _list.segment)
 _LISTED = _LISTED.where(_list.checkpoint.in_(_SOME))
 _LISTED = _LISTED.order_by(_list.checkpoint, _list.segment)
-# As many as the session can have and one more is enough: the rows of a system prompt may have thousands of users.
+# Counting up to one more than the session can have is enough: rows of a system prompt may have thousands of users.
 _USERS = select(_list.checkpoint).where(_list.segment == segment.c.id).limit(bindparam("most")).correlate(segment)
 _ROWS = select(
     *(segment.c.id, cast(segment.c.nbytes, Integer).label("nbytes")),
@@ -168,7 +168,7 @@ def _rows(connection: Connection, lists: Mapping[int, Sequence[int]]) -> dict[in
 
 
 def _inherited_by_pinned(connection: Connection, session_id: str) -> set[str]:
-    """Turns that pinned forks began with, if the session may own some of them."""
+    """Return the turns that pinned forks began with, if the session may own some of them."""
     found: set[str] = set()
     for base in connection.scalars(_PINNED, {"session": session_id}).all():
         found.update(connection.scalars(tree.above(literal(base))))
@@ -176,7 +176,7 @@ def _inherited_by_pinned(connection: Connection, session_id: str) -> set[str]:
 
 
 def shared_among(connection: Connection, checkpoints: Sequence[int], session_id: str) -> set[int]:
-    """Select those of the checkpoints to which turns of other sessions link."""
+    """Return the checkpoints to which turns of other sessions link."""
     found: set[int] = set()
     for some in batches(checkpoints):
         found.update(connection.scalars(_SHARED, {"some": some, "session": session_id}))

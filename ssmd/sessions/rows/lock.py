@@ -1,4 +1,4 @@
-"""One daemon to a data directory: a lock that the operating system takes back however its process ends."""
+"""One daemon to a data directory: a lock that the operating system releases however its process ends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ssmd.sessions.turn import StoreError
 
 
 class DirectoryLock:
-    """Held from `take` until `release` or the end of the process. The file stays; it names the process."""
+    """The lock of a data directory, from `take` until `release` or the process's end. Its file names the process."""
 
     def __init__(self, descriptor: int, file: Path) -> None:
         self._descriptor: int | None = descriptor
         self._file = file
 
     def is_in_place(self) -> bool:
-        """Tell whether the file that is locked still has its name: else a second daemon would not find it locked."""
+        """Return True if the locked file still has its name. Otherwise a second daemon would not see the lock."""
         if self._descriptor is None:
             return False
         try:
@@ -54,7 +54,7 @@ class DirectoryLock:
         return DirectoryLock(descriptor, file)
 
     def release(self) -> None:
-        """Let the directory go. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):  # a name that is left over does no harm
                 os.ftruncate(self._descriptor, 0)

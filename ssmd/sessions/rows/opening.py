@@ -1,4 +1,4 @@
-"""Opening the database of a store: made, or brought to the newest schema, also on a disk that is full."""
+"""Opening of a store's database: it is made or migrated to the newest schema, even on a full disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD = "0011"  # the newest revision; a test compares it with the files
 def open_store(data_dir: Path, *, busy_ms: int) -> tuple[Engine, Path]:
     """Open the database in `data_dir`; create (0700, 0600) or migrate it as needed. Raises StoreError.
 
-    A database of a newer version is refused untouched, and so is one of an older version whose daemon still runs.
+    A database of a newer version is refused and left as it is. So is one of an older version whose daemon still runs.
     """
     try:
         return _open(data_dir, busy_ms)
@@ -46,10 +46,10 @@ def _open(data_dir: Path, busy_ms: int) -> tuple[Engine, Path]:
 
 
 def _check_unused(data_dir: Path, file: Path) -> None:
-    """Refuse to migrate what the daemon of an older version, in another process, goes on writing as it knows it."""
+    """Raise StoreError if another process, a daemon of an older version, still writes the old schema."""
     try:
         holder = lockfile.holder(data_dir / lockfile.LOCK_FILE)
-    except OSError:  # no daemon could have taken it either
+    except OSError:  # then no daemon can have locked it
         return
     if holder not in (None, os.getpid()):
         process = f" (process {holder})" if holder else ""
@@ -60,7 +60,7 @@ def _check_unused(data_dir: Path, file: Path) -> None:
 
 
 def migrations_dir() -> Path:
-    """Where the revisions are: inside the package when it was installed from a wheel, beside it in a checkout."""
+    """Return the folder of the revisions: inside the package if installed from a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "migrations", package.parent / "migrations"):
         if (folder / "env.py").is_file():
@@ -77,11 +77,11 @@ def current(connection: Connection) -> str | None:
 
 
 def upgrade(connection: Connection, file: Path) -> None:
-    """Bring the tables to HEAD inside the caller's transaction. Raises StoreError on a revision that is not known."""
+    """Bring the tables to HEAD inside the caller's transaction. Raises StoreError on an unknown revision."""
     revision = current(connection)
     if revision == HEAD:
         return
-    from alembic import command  # 0.2 s to import, and only needed when something is to be done
+    from alembic import command  # 0.2 s to import, and only needed for a migration
     from alembic.config import Config
     from alembic.script import ScriptDirectory
 

@@ -1,4 +1,4 @@
-"""The parts of a stored state: read from the database and verified, a little ahead of whoever takes them in."""
+"""The parts of a stored state: read from the database and verified, a little ahead of their consumer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DamagedState(StoreError):
 def read_parts(connection: Connection, checkpoint_id: int, spec: StateSpec) -> tuple[int, Generator[Part]]:
     """Read (position, the parts of the state in order). A thread reads and verifies the next while the caller works.
 
-    Raises StoreError naming what is missing or was altered, at the latest after the last part. The connection may be
+    Raises StoreError that names the missing or altered part, at the latest after the last part. The connection may be
     used again when the iterator has ended or was closed.
     """
     c = checkpoint.c
@@ -61,7 +61,7 @@ def _parts(connection: Connection, checkpoint_id: int, head: Any, spec: StateSpe
 
     def read() -> Iterator[Part | Array]:
         what = f"checkpoint {checkpoint_id}: KV rows"
-        # Closed whatever comes: a result that was left half read holds the connection to the past.
+        # Always closed: a result that was left half read holds the connection to the past.
         with contextlib.closing(connection.execute(segments_of(checkpoint_id))) as rows:
             for blob in _blobs(rows, what, head.position if spec.rows else 0, segments):
                 yield _verified(blob, what, partial(rows_part, spec=spec))
@@ -97,7 +97,7 @@ def _verified(blob: Blob, name: str, read: Callable[[Blob], Part | Array]) -> Pa
 
 
 def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested]) -> Iterator[Blob]:
-    """The rows of a table as blobs, which must lie one after the other and reach `end`; `found` tells of each."""
+    """Yield the rows of a table as blobs, which must follow one another and reach `end`. `found` gets their digests."""
     at = 0
     for row in rows:
         what = f"{name} [{row.first}, {row.last})"
@@ -114,8 +114,8 @@ def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested]) -> I
 def segments_of(checkpoint_id: Any, *columns: Any) -> Any:
     """List a checkpoint's segments in the order of their rows.
 
-    That is the order of their ids, as a parent's are written before its children's. Asked for in this way SQLite walks
-    the link table; ordering by `first` it would sort the blobs themselves, which takes longer than all the rest.
+    That is the order of their ids, because a parent's are written before its children's. With this order SQLite walks
+    the link table. Ordered by `first` it would sort the blobs themselves, which takes longer than all the rest.
     """
     joined = checkpoint_segment.join(segment, segment.c.id == checkpoint_segment.c.segment)
     mine = select(*(columns or (segment,))).select_from(joined).where(checkpoint_segment.c.checkpoint == checkpoint_id)
@@ -123,7 +123,7 @@ def segments_of(checkpoint_id: Any, *columns: Any) -> Any:
 
 
 def _ahead(items: Iterator[Part | Array]) -> Generator[Part | Array]:
-    """The same items or error, made by another thread while the caller works on the one before."""
+    """Yield the same items, or raise the same error. Another thread makes the next while the caller has one."""
     made: queue.Queue[Part | Array | BaseException | None] = queue.Queue(1)
     unwanted = threading.Event()
 
@@ -134,7 +134,7 @@ def _ahead(items: Iterator[Part | Array]) -> Generator[Part | Array]:
                 if unwanted.is_set():
                     break
                 made.put(item)
-                del item  # it is the other thread's now
+                del item  # the consumer owns it now
         except BaseException as err:
             end = err
         made.put(end)

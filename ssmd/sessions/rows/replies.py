@@ -1,4 +1,4 @@
-"""Replies in the database: written with their turns, found by their request, gone with their turns or their time."""
+"""Replies in the database: written with their turns, found by their request, removed with their turns or on expiry."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _NEW = insert(reply_table)
 
 
 def find_reply(connection: Connection, key: ReplyKey) -> Reply | None:
-    """The reply under a key. Of several, those that broke off come first: theirs is the client that asks again.
+    """Return the reply under a key. Of several, one that broke off comes first: its client is the one that retries.
 
-    None too if it was altered: the request is answered anew then.
+    None if there is none, or if it was altered: then the request is answered again.
     """
     with as_they_are(connection):
         row = connection.execute(_KEPT, {"digest": key.digest, "now": _now()}).one_or_none()
@@ -53,7 +53,7 @@ def find_reply(connection: Connection, key: ReplyKey) -> Reply | None:
 
 
 def read_usages(connection: Connection, session_id: str) -> dict[str, Mapping[str, Any]]:
-    """What the answers of a session's turns took, by turn: of those whose reply is kept yet, and whole."""
+    """Return the usage of the answers of a session's turns, by turn. Answers without a whole reply are left out."""
     of = select(turn_table.c.id).where(tree.belongs(session_id))
     with as_they_are(connection):
         rows = connection.execute(_TOLD.where(_r.turn.in_(of))).all()
@@ -62,7 +62,7 @@ def read_usages(connection: Connection, session_id: str) -> dict[str, Mapping[st
 
 
 def said_in_reply(row: Any) -> tuple[list[str], dict[str, Any]] | None:
-    """(turns, answer) of a row whose columns stand as they are in the database; None if it was altered."""
+    """Return (turns, answer) of a row whose columns were read raw; None if it was altered."""
     try:
         turns, answer = json.loads(row.turns), json.loads(row.answer)
         sealed = answer.pop("seal")
@@ -79,9 +79,9 @@ def _seal(key: bytes, body: bytes, turns: Sequence[str], complete: bool, answer:
 def insert_reply(
     connection: Connection, reply: NewReply, turns: Sequence[NewTurn], *, state_stored: bool = True
 ) -> None:
-    """Keep a reply with its turns, one a choice; drop those whose time is over and the one it takes the place of.
+    """Store a reply with its turns, one a choice. Remove expired replies, and the reply that it replaces.
 
-    state_stored: whether the state at the end of each turn is, as the answer's usage then says.
+    state_stored: True if the state at the end of each turn is stored; written into the answer's usage.
     """
     now = _now()
     connection.execute(_OVER, {"now": now})
@@ -103,7 +103,7 @@ def insert_reply(
 
 
 def update_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTurn], *, state_stored: bool) -> None:
-    """Write a reply that is stored with its turns again, with another `state_stored`, unless it is gone."""
+    """Write a reply again that is stored with its turns, with a new `state_stored`, unless it was removed."""
     gone = connection.execute(_WITH, {"digest": reply.key.digest, "turn": turns[0].id})
     if gone.rowcount:
         insert_reply(connection, reply, turns, state_stored=state_stored)
@@ -115,9 +115,9 @@ def forget(connection: Connection, turns: Any) -> None:
 
 
 def replace_turns(connection: Connection, session_id: str, turns: Sequence[str]) -> bool:
-    """Remove the turns of attempts that broke off, as far as nothing follows on them; others only lose their reply.
+    """Remove turns of attempts that broke off, if nothing follows on them. Others only lose their reply.
 
-    Whether there were any.
+    Returns True if any was removed.
     """
     if not turns:
         return False

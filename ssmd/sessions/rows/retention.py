@@ -1,8 +1,8 @@
-"""Retention: the checkpoints of all sessions together never take more than the quota. What goes first, and its going.
+"""Retention: the checkpoints of all sessions together never take more than the quota. It picks which to remove first.
 
-First the old checkpoints thin out, session by session, the one used least recently first. If that is not enough,
-sessions are emptied of the rest in the same order. Pinned sessions keep all. Turns stay, and are read
-again where no checkpoint is left.
+First the old checkpoints thin out, session by session, the least recently used one first. If that is not enough,
+sessions are emptied of the rest in the same order. Pinned sessions keep all. Turns stay; without a checkpoint they are
+read again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, t
 from ssmd.sessions.rows.schema import session as session_table
 
 EVERYTHING, THINNED, NOTHING = 0, 1, 2  # session.retained: what retention has left of it since its last turn
-PART_BYTES = 256 << 20  # that a collection frees in one transaction: as much goes through the log
-_AHEAD, _MOST_AHEAD = 1 / 16, 32 << 20  # of the quota, and bytes, that a commit thins out beyond what it needs
-_COUNT_AT_ONCE = 4  # a session of so few turns is counted within its commit
+PART_BYTES = 256 << 20  # bytes that a collection frees in one transaction: as much goes through the log
+_AHEAD, _MOST_AHEAD = 1 / 16, 32 << 20  # share of the quota, and bytes, that a commit thins out beyond its need
+_COUNT_AT_ONCE = 4  # turns up to which a session is counted within its commit
 # Built once: putting a statement together takes longer than running it.
 _s = session_table.c
 _OTHERS = exists().where(
@@ -55,7 +55,7 @@ NEWEST = 2  # turns at the end of every path that keep all their checkpoints
 
 @dataclass
 class Freed:
-    """What went. sessions: bytes and checkpoints that each session let go of."""
+    """Freed checkpoints. sessions: (bytes, checkpoints) that each session gave up."""
 
     nbytes: int = 0
     sessions: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Freed:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a collection let go of. sessions: (bytes, checkpoints) by session. left: bytes of checkpoints stored now."""
+    """The result of a collection. sessions: (bytes, checkpoints) freed, by session. left: bytes of checkpoints left."""
 
     quota: int | None
     nbytes: int = 0
@@ -92,21 +92,21 @@ class Collected:
 
 
 def reopen(connection: Connection, sessions: Collection[str]) -> None:
-    """These sessions may have something to give again, and other sizes."""
+    """Note that these sessions may have checkpoints to give again, and other sizes."""
     count_again(connection, sessions)
     for some in batches(sorted(sessions)):
         connection.execute(update(session_table).where(session_table.c.id.in_(some)).values(retained=EVERYTHING))
 
 
 def loosen(connection: Connection, session_id: str) -> None:
-    """A session is not pinned any more: nor is what it began with, if it is a fork."""
+    """Reopen the owners of a fork's beginning after the fork was unpinned, as that is not pinned any more either."""
     t = turn.c
     owners = select(t.session).where(t.id.in_(tree.inherited(session_id)), t.session != session_id).distinct()
     reopen(connection, list(connection.scalars(owners)))
 
 
 def collect(connection: Connection, quota: int | None, *, dry_run: bool) -> Collected:
-    """One transaction's part of bringing the store down to the quota; with `dry_run` all of it, and then nothing."""
+    """Remove one transaction's part of what exceeds the quota. dry_run: all of it, and then roll back."""
     before = stored_bytes(connection)
     over = 0 if quota is None else before - quota
     if over <= 0:
@@ -120,17 +120,17 @@ def collect(connection: Connection, quota: int | None, *, dry_run: bool) -> Coll
 def make_room(
     connection: Connection, needed: int, keep: Collection[int] = (), *, ahead: int = 0, dry_run: bool = False
 ) -> Freed:
-    """Let checkpoints go until `needed` bytes are free, or nothing but pinned sessions and `keep` is left.
+    """Remove checkpoints until `needed` bytes are free, or only pinned sessions and `keep` are left.
 
-    Takes time that grows with what goes, not with the store: sessions remember what was taken from them already.
-    ahead: so many bytes more are thinned out at once, as looking through a session takes time that grows with its
-    turns. dry_run: only links are removed, and the caller rolls back.
+    Time grows with what is removed, not with the store: sessions remember what was taken from them already.
+    ahead: bytes that are thinned out beyond that, because searching a session takes time that grows with its turns.
+    dry_run: only links are removed, and the caller rolls back.
     """
     freed = Freed()
     s = session_table.c
     for level in (EVERYTHING, THINNED):
         ready = select(s.id).where(s.pinned.is_(False), s.retained == level).order_by(s.last_used_at, s.id)
-        passed: list[str] = []  # those that `keep` holds back
+        passed: list[str] = []  # sessions that `keep` holds back
         wanted = needed + ahead if level == EVERYTHING else needed
         while freed.nbytes < wanted:
             first = connection.scalars(ready.limit(len(passed) + 1))
@@ -147,14 +147,14 @@ def make_room(
 def _take(
     connection: Connection, session_id: str, level: int, needed: int, keep: Collection[int], freed: Freed
 ) -> bool:
-    """Take checkpoints from one session. True if it has nothing more to give at this level."""
+    """Take checkpoints from one session. Return True if it has nothing more to give at this level."""
     holding = read_holding(connection, session_id)
     ledger = Ledger(holding)
     enough = (ledger.thin if level == EVERYTHING else ledger.empty)(holding, needed, keep)
     mine = session_table.c.id == session_id
     if ledger.gone:
         _unlink(connection, session_id, ledger.gone)
-        # Not subtracted: what became free may have been another session's too when it was counted.
+        # Not subtracted: the freed bytes may have been another session's too when they were counted.
         shared = [held.id for held in ledger.gone if held.shared]
         count_again(connection, {session_id, *sole_sharers(connection, shared, session_id)})
     freed.add(session_id, ledger)
@@ -165,7 +165,7 @@ def _take(
 
 
 def empty(connection: Connection, session_id: str) -> int:
-    """Let a part of a session's checkpoints go, pinned or not, as it is to be removed; bytes that were freed."""
+    """Remove a part of the checkpoints of a session that is to be removed, pinned or not. Returns the bytes freed."""
     freed = Freed()
     _take(connection, session_id, THINNED, PART_BYTES, (), freed)
     _remove(connection, freed)
@@ -192,9 +192,9 @@ def _remove(connection: Connection, freed: Freed) -> None:
 def place(
     connection: Connection, new: Sequence[Encoded], turns: Sequence[str], session_id: str, quota: int | None
 ) -> list[Placed]:
-    """Write checkpoints of a session and link them to its turns, and make room for them: the quota holds afterwards.
+    """Write checkpoints of a session and link them to its turns. Make room for them: the quota holds afterwards.
 
-    Where pinned sessions leave no room, the newest of them is kept if it fits, else none; `Placed.why_not` says so.
+    If pinned sessions leave no room, the newest checkpoint is kept if it fits, else none; `Placed.why_not` says so.
     """
     if not new:
         return []
@@ -203,7 +203,7 @@ def place(
     if quota is not None:
         over = stored_bytes(connection) + _incoming(connection, fitting) - quota
         if over > 0:
-            # Before they are written, so that they take the pages that become free.
+            # Before they are written, so that they use the freed pages.
             parents = {enc.parent for enc in fitting if isinstance(enc.parent, int)}
             _try_to_make_room(connection, over, parents, ahead=_ahead(quota))
     placed = checkpoint_rows.insert_checkpoints(connection, fitting, turns)
@@ -216,7 +216,7 @@ def place(
 
 
 def place_ahead(connection: Connection, new: Encoded, quota: int | None) -> Placed:
-    """Write a checkpoint before its turn, if there is room or room can be made. Until a turn links to it, it stays."""
+    """Write a checkpoint before its turn, if there is room or room can be made. It stays until a turn links to it."""
     if quota is not None:
         over = stored_bytes(connection) + _incoming(connection, [new]) - quota
         keep = {new.parent} if isinstance(new.parent, int) else ()
@@ -230,7 +230,7 @@ def _ahead(quota: int) -> int:
 
 
 def _incoming(connection: Connection, new: Iterable[Encoded]) -> int:
-    """Bytes that are not stored already."""
+    """Count the bytes that are not stored already."""
     nbytes = 0
     for enc in new:
         if checkpoint_rows.named_as(connection, enc, enc.key) is None:
@@ -239,7 +239,7 @@ def _incoming(connection: Connection, new: Iterable[Encoded]) -> int:
 
 
 def _try_to_make_room(connection: Connection, needed: int, keep: Collection[int], *, ahead: int = 0) -> bool:
-    """All of it or nothing."""
+    """Free `needed` bytes, or nothing if that is not possible. Return True if they were freed."""
     s = session_table.c
     pinned = connection.execute(select(func.sum(s.own_nbytes)).where(s.pinned.is_(True))).scalar() or 0
     if needed > stored_bytes(connection) - pinned:
@@ -255,7 +255,7 @@ def _try_to_make_room(connection: Connection, needed: int, keep: Collection[int]
 
 
 def _adopted(connection: Connection, placed: Sequence[Placed], turns: Sequence[str]) -> int:
-    """Bytes of checkpoints that were written ahead, for these turns."""
+    """Count the bytes of checkpoints that were written ahead, for these turns."""
     fresh = {p.id for p in placed if not p.was_there}
     there = [p.id for p in placed if p.was_there and p.id is not None and p.id not in fresh]
     return (connection.scalar(_ONLY_OF, {"there": there, "turns": turns}) or 0) if there else 0
@@ -268,10 +268,10 @@ def _book(
     placed: Sequence[Placed],
     linked_turns: Sequence[str],
 ) -> None:
-    """The session grew: it has something to give again, and its sizes are other ones."""
+    """Note that the session grew: it has checkpoints to give again, and other sizes."""
     fresh = sum(p.nbytes for p in placed) + _adopted(connection, placed, linked_turns)
     (turns,) = connection.execute(_NUMBER_OF_TURNS, {"session": session_id}).one()
-    left = EVERYTHING if turns > NEWEST else THINNED  # of so few nothing is thinned
+    left = EVERYTHING if turns > NEWEST else THINNED  # so few turns are not thinned
     connection.execute(_GROWN, {"session": session_id, "left": left, "fresh": fresh})
     linked = {enc.parent for enc in new if isinstance(enc.parent, int)}
     linked |= {p.id for p in placed if p.was_there and p.id is not None}
@@ -287,7 +287,7 @@ def _book(
 
 
 def _squeeze(connection: Connection, placed: Sequence[Placed], session_id: str, quota: int) -> list[Placed]:
-    """There was no room for all: make it for the last of the new ones, or do without."""
+    """Make room for the last of the new checkpoints if there is none for all, or drop all of them."""
     made = [p.id for p in placed if p.id is not None and not p.was_there]
     gone: set[int] = set()
     for some in (made[:-1], made[-1:]):
@@ -319,7 +319,7 @@ def _drop(connection: Connection, session_id: str, numbers: Collection[int]) -> 
 def ages(parents: Mapping[str, str | None], ends: Collection[str] = ()) -> dict[str, int]:
     """Count, for each turn, the turns of the shortest path below it. parents: in the order of writing.
 
-    ends: turns at which a conversation ends though others follow: those that forks begin at.
+    ends: turns at which a conversation ends though others follow, because forks begin at them.
     """
     found: dict[str, int] = dict.fromkeys(ends, 0)
     for one in reversed(list(parents)):
@@ -331,24 +331,24 @@ def ages(parents: Mapping[str, str | None], ends: Collection[str] = ()) -> dict[
 
 
 def kept_when_thin(age: int, depth: int) -> bool:
-    """Whether a turn `age` turns above the end and `depth` turns below the beginning keeps a checkpoint.
+    """Return True if a turn `age` turns above the end and `depth` turns below the beginning keeps a checkpoint.
 
-    Ever sparser ones do: of those 2 and 3 turns back every second, of those 4 to 7 back every fourth, and so on. So
-    n turns keep some log2(n) checkpoints, and to edit a message k turns back at most some 2 k turns are read again.
-    What is kept depends on the depth, so that it stays the right set when the conversation goes on.
+    They get ever sparser: of the turns 2 and 3 back every second keeps one, of those 4 to 7 back every fourth, and so
+    on. So n turns keep some log2(n) checkpoints, and to edit a message k turns back at most some 2 k turns are read
+    again. The choice depends on the depth, so that it stays right as the conversation goes on.
     """
     return age < NEWEST or depth % (1 << (age.bit_length() - 1)) == 0
 
 
 def thinned(holding: Holding) -> list[Held]:
-    """The checkpoints that a thinned session does without, the oldest first."""
+    """Return the checkpoints that a thinned session gives up, the oldest first."""
     old = ages(holding.parents, holding.bases)
     deepest = _deepest(holding)
 
     def stays(held: Held) -> bool:
         if held.kind == "system" or old[held.turn] < NEWEST:
             return True
-        # Of an old turn its end is enough: from there both its successors' messages can be edited.
+        # Of an old turn its end is enough: from there the messages of both its successors can be edited.
         return held.position == deepest[held.turn] and kept_when_thin(old[held.turn], holding.depths[held.turn])
 
     gone = [held for held in holding.checkpoints if not stays(held)]
@@ -356,9 +356,9 @@ def thinned(holding: Holding) -> list[Held]:
 
 
 def leaving(holding: Holding) -> list[Held]:
-    """All checkpoints in the order in which an emptied session gives them up: the likeliest to be resumed come last.
+    """Return all checkpoints in the order in which an emptied session gives them up. The likeliest to be used is last.
 
-    Those are the ends of its current path and of what its forks began with.
+    Likeliest are the ends of its current path and of what its forks began with.
     """
     ends = {holding.head, *holding.bases}
     current: set[str] = set()
@@ -376,7 +376,7 @@ def leaving(holding: Holding) -> list[Held]:
 
 
 def _deepest(holding: Holding) -> dict[str, int]:
-    """The position of the last checkpoint that was made for each turn."""
+    """Return the position of the last checkpoint that was made for each turn."""
     found: dict[str, int] = {}
     for held in holding.checkpoints:
         found[held.turn] = max(held.position, found.get(held.turn, 0))
@@ -384,7 +384,7 @@ def _deepest(holding: Holding) -> dict[str, int]:
 
 
 class Ledger:
-    """Adds up what letting go of some of a session's checkpoints frees."""
+    """Adds up the bytes that are freed by giving up some of a session's checkpoints."""
 
     def __init__(self, holding: Holding) -> None:
         self._nbytes = {number: s.nbytes for number, s in holding.segments.items()}
@@ -394,7 +394,7 @@ class Ledger:
         self.freed = 0
 
     def gain(self, held: Held) -> int:
-        """Bytes that letting go of a checkpoint frees: none if others share it, nor those of segments others list."""
+        """Count the bytes that giving up a checkpoint frees: none if it is shared, no segments that others list."""
         if held.shared:
             return 0
         return held.nbytes + sum(self._nbytes[s] for s in held.segments if self._users[s] == 1)
@@ -408,7 +408,7 @@ class Ledger:
                 self._users[s] -= 1
 
     def thin(self, holding: Holding, needed: int, keep: Collection[int]) -> bool:
-        """Let go of old checkpoints until `needed` bytes are free. False: there are no more, and not enough is free."""
+        """Give up old checkpoints until `needed` bytes are free. Return False if all are gone and it is not enough."""
         for held in thinned(holding):
             if self.freed >= needed:
                 return True
@@ -417,10 +417,10 @@ class Ledger:
         return self.freed >= needed
 
     def empty(self, holding: Holding, needed: int, keep: Collection[int]) -> bool:
-        """Let go of all, until `needed` bytes are free. False: nothing is left but `keep`, and not enough is free."""
+        """Give up all but `keep`, until `needed` bytes are free. Return False if that was not enough."""
         left = [held for held in leaving(holding) if held.id not in keep and not held.pinned]
         while self.freed < needed:
-            # A middle whose rows the next one lists frees nothing now: the end of the chain goes before it.
+            # A checkpoint whose rows the next one lists frees nothing now: the end of the chain goes before it.
             best = next((held for held in left if self.gain(held)), None)
             if best is None:
                 for held in left:

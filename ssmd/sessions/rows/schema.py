@@ -1,8 +1,8 @@
 """The tables of the session store. docs/state-layout.md explains them; `migrations/` makes them.
 
-Times are microseconds since 1970 (UTC). Messages are stored as what a turn adds to its parent, ids and rendered text as
-what it adds to its stem, KV rows as what a checkpoint adds to its parent. Whatever a client may say stands as bytes: no
-text holds a NUL, which not every database takes.
+Times are microseconds since 1970 (UTC). Messages are stored as a turn's additions to its parent. Ids and rendered text
+are additions to its stem, KV rows are a checkpoint's additions to its parent. All text from clients is stored as bytes:
+no text column holds a NUL, which not every database takes.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ session = Table(
     Column("last_used_at", BigInteger, nullable=False, index=True),
     Column("model", Text, nullable=False),
     Column("lineage", String(64), nullable=False),
-    Column("clock", String(40), nullable=False),  # ISO 8601: what the session's templates see as now
-    Column("owner", String(64), nullable=False, server_default=text("''")),  # the name of the key it came with
+    Column("clock", String(40), nullable=False),  # ISO 8601: the current time for the session's templates
+    Column("owner", String(64), nullable=False, server_default=text("''")),  # name of the key that it came with
     Column("head", String(64)),  # a turn; no foreign key, as the two would point at each other. NULL: none yet
     Column("turns", Integer, nullable=False),
     Column("title", Text, nullable=False),
     Column("pinned", Boolean, nullable=False),
     Column("imported", String(64), nullable=False),  # the origin that its imported checkpoints carry; '' if none
-    # A fork: the turn it begins at, and the first one above that; tree.py sees to it that they stay. Else NULL.
+    # A fork: the turn it begins at, and the first one above that; tree.py keeps them. Else NULL.
     Column("base", String(64), index=True),
     Column("root", String(64), index=True),
-    Column("own_nbytes", BigInteger),  # of its checkpoints, what no other session needs; NULL: to be counted
-    Column("shared_nbytes", BigInteger),  # and what other sessions need too
+    Column("own_nbytes", BigInteger),  # of its checkpoints: bytes that no other session needs; NULL: to be counted
+    Column("shared_nbytes", BigInteger),  # of its checkpoints: bytes that other sessions need too
     Column("retained", Integer, nullable=False, server_default=text("0")),  # retention.EVERYTHING, THINNED or NOTHING
     Index("ix_session_pinned_retained_last_used_at", "pinned", "retained", "last_used_at"),
     Index("ix_session_owner_last_used_at", "owner", "last_used_at"),
@@ -78,10 +78,10 @@ turn = Table(
     Column("length", Integer, nullable=False),  # messages of the conversation, its answer included
     Column("chain", LargeBinary(32), nullable=False),  # match.Chain.said of those messages
     Column("whole", LargeBinary(32), nullable=False),  # match.Chain.whole
-    Column("items", LargeBinary, nullable=False),  # JSON: what was said to the model since the parent's answer
-    Column("answer", LargeBinary),  # the items that it answered; NULL: nothing yet
-    Column("ids_start", Integer, nullable=False),  # so many ids come first, those of its stem
-    Column("ids", LargeBinary, nullable=False),  # then these, int32 little-endian
+    Column("items", LargeBinary, nullable=False),  # JSON: the input since the parent's answer
+    Column("answer", LargeBinary),  # the items of the answer; NULL: none yet
+    Column("ids_start", Integer, nullable=False),  # number of ids of its stem, which come first
+    Column("ids", LargeBinary, nullable=False),  # its own ids after those, int32 little-endian
     Column("ids_before", LargeBinary, nullable=False),  # line.Line.before
     Column("ids_anchored", LargeBinary, nullable=False),  # line.Line.anchored
     Column("text_start", Integer, nullable=False),  # characters
@@ -92,7 +92,7 @@ turn = Table(
     Column("settled_messages", Integer),  # turn.Settled
     Column("settled_characters", Integer),
     Column("template", String(64), nullable=False, server_default=text("''")),
-    Column("lineage", String(64)),  # of the model whose ids and text these are; null: not known
+    Column("lineage", String(64)),  # of the model whose ids and text these are; NULL: unknown
     Column("finish", String(32), nullable=False),
     Column("complete", Boolean, nullable=False),
     Column("created_at", BigInteger, nullable=False),
@@ -184,7 +184,7 @@ reply = Table(
     Column("turns", JSON, nullable=False),  # of all choices
     Column("complete", Boolean, nullable=False),
     Column("expires_at", BigInteger, nullable=False, index=True),
-    Column("answer", JSON, nullable=False),  # what the turns do not say: id, usage, log probabilities
+    Column("answer", JSON, nullable=False),  # beside the turns' own text: id, usage, log probabilities
 )
 
 total = Table(
@@ -196,7 +196,7 @@ total = Table(
 
 
 def seen(owner: Any) -> Any:
-    """Build the condition that a row with this owner column is seen. `by` gives its values."""
+    """Build the condition that a row with this owner column is visible. `by` gives its values."""
     return or_(bindparam("everybody", type_=Boolean), owner.in_(bindparam("owners", expanding=True)))
 
 

@@ -74,14 +74,14 @@ _TOUCHED = update(session_table).where(_s.id == bindparam("session"))
 _TOUCHED = _TOUCHED.values({name: bindparam(f"new_{name}") for name in _GOES_ON})
 _LEFT = select(turn.c.owner).where(turn.c.session == bindparam("session")).limit(1)
 
-TURNS_AT_ONCE = 200  # that one query looks through
+TURNS_AT_ONCE = 200  # turns that one query searches
 _t = turn_table.c
 _RUN = re.compile(r"[a-z0-9]+")
 
 
 @dataclass(frozen=True)
 class Titled:
-    """The columns of a session that a search looks at first."""
+    """The columns of a session that a search compares first."""
 
     id: str
     title: str
@@ -101,7 +101,7 @@ def session_row(connection: Connection, session_id: str, domain: Domain) -> Any:
         left = connection.execute(_LEFT, {"session": session_id}).scalar()  # also if the answer is not used
     if row is None and left is not None and domain.has(left):
         raise StoreError(
-            f"session {session_id!r} was damaged, its turns are there: `ssmd session check --repair` makes it anew"
+            f"session {session_id!r} was damaged, but its turns exist; restore it with `ssmd session check --repair`"
         )
     raise UnknownSession(f"there is no session {session_id!r}; `ssmd session list` shows those there are")
 
@@ -127,7 +127,7 @@ def read_sessions(
 
 
 def read_titles(connection: Connection, domain: Domain, after: str | None = None) -> list[Titled]:
-    """Read what a search needs first of the sessions, in the order of `read_sessions`. Raises UnknownSession.
+    """Read the sessions' columns for a search, in the order of `read_sessions`. Raises UnknownSession.
 
     10,000 take a moment.
     """
@@ -140,7 +140,7 @@ def read_titles(connection: Connection, domain: Domain, after: str | None = None
 
 
 def count_sessions(connection: Connection) -> tuple[int, int]:
-    """(number of sessions, number of those that are pinned), of all owners."""
+    """Count the sessions of all owners: (all, pinned ones)."""
     count, pinned = connection.execute(_COUNTED).one()
     return count, pinned
 
@@ -154,7 +154,7 @@ def _in_order(
         last = session_row(connection, after, domain)
         used = _s.last_used_at
         asked = asked.where((used < last.last_used_at) | ((used == last.last_used_at) & (_s.id > last.id)))
-    # One by one: each owner's sessions stand in an index in this order, those of two do not.
+    # One by one: an index has each owner's sessions in this order, but not those of two owners.
     parts = [asked] if domain.sees is None else [asked.where(_s.owner == owner) for owner in domain.sees]
     with as_they_are(connection):
         rows = [row for part in parts for row in connection.execute(part)]
@@ -164,7 +164,7 @@ def _in_order(
 
 
 def _session(connection: Connection, row: Any) -> Session:
-    """Make a Session of a row of _SESSIONS. A value that cannot be read is left empty: it hides no other session.
+    """Make a Session of a row of _SESSIONS. An unreadable value is left empty, so that it hides no other session.
 
     The row is unpacked in one go: with 10,000 rows, reading columns by name takes twice as long.
     """
@@ -182,7 +182,7 @@ def _moment(value: object) -> int:
 
 
 def _info(row: Sequence[Any]) -> SessionInfo:
-    """From the first columns of _SESSIONS. A clock that cannot be read is the beginning of time."""
+    """Make a SessionInfo of the first columns of _SESSIONS. An unreadable clock becomes the year 1970."""
     name, model, lineage, clock, pinned, imported, owner, *_ = row
     try:
         now = datetime.fromisoformat(clock)
@@ -217,7 +217,7 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
 
 
 def after_all(connection: Connection, now: int) -> int:
-    """Return the time of a use now. It is later than all stored ones, even if a clock was ahead then."""
+    """Return the time of a use now. It is later than all stored ones, even if the clock was ahead at one of them."""
     return max(now, (connection.execute(_LATEST).scalar() or 0) + 1)
 
 
@@ -274,15 +274,15 @@ def rename_session(connection: Connection, session_id: str, domain: Domain, titl
 
 
 def remove_session(connection: Connection, session_id: str, domain: Domain) -> None:
-    """Remove a session, its turns but for those that forks stand on, and what only it needed. Raises UnknownSession."""
+    """Remove a session, its turns that no fork needs, and the checkpoints only it needed. Raises UnknownSession."""
     if session_row(connection, session_id, domain).pinned:
         retention.loosen(connection, session_id)
     mine = select(turn.c.id).where(turn.c.session == session_id)
-    reply_rows.forget(connection, mine)  # also of turns that stay: they hold words of choices that go
+    reply_rows.forget(connection, mine)  # also of turns that stay: a reply has text of choices that are removed
     retention.reopen(connection, tree.hand_over(connection, session_id))
     linked = checkpoint_rows.linked_to(connection, mine)
     holding.count_again(connection, holding.sole_sharers(connection, sorted(set(linked)), session_id))
-    # Parents let go of their children first: SQLite follows a chain of 1,000 cascades, and then fails.
+    # First unlink children from their parents: SQLite follows a chain of 1,000 cascades, and then fails.
     holding.add_turn_bytes(connection, -holding.nbytes_of_turns(connection, turn.c.session == session_id))
     connection.execute(update(turn).where(turn.c.session == session_id).values(parent=None))
     connection.execute(delete(turn).where(turn.c.session == session_id))
@@ -292,7 +292,7 @@ def remove_session(connection: Connection, session_id: str, domain: Domain) -> N
 
 
 def default_title(messages: Sequence[Message]) -> str:
-    """Return the title of a session that none was given to: the beginning of its first user message."""
+    """Return the title of a session without a given one: the beginning of its first user message."""
     first = next((m.content for m in messages if m.role == "user"), "")
     shown = " ".join(first.replace("\0", "\ufffd").split())[:_TITLE_CHARACTERS]
     return shown.encode("utf-8", "replace").decode()
@@ -300,7 +300,7 @@ def default_title(messages: Sequence[Message]) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search. after: the session behind which it goes on; None: it is complete."""
+    """The result of a search. after: the session after which it continues; None: it is complete."""
 
     sessions: tuple[Session, ...]
     after: str | None
@@ -382,13 +382,13 @@ def _look(connection: Connection, where: Any, missing: dict[str, set[str]], sess
             try:
                 given, answered = said_in(items, answer)
             except (ValueError, TypeError, AttributeError, KeyError):
-                continue  # what was altered
+                continue  # it was altered
             said = "\n".join(text for message in (*given, answered) for text in message.words).lower()
             left.difference_update([word for word in left if word in said])
 
 
 def _may_be_said(word: str) -> Any:
-    """Build a condition on turns that holds wherever a word stands in one, and in others too.
+    """Build a condition on turns that holds for all turns with a word, and for some others.
 
     It looks for the longest run of A to Z and digits, in either case. For a word without any, it looks for usual
     spellings.

@@ -1,4 +1,4 @@
-"""The store at one moment: what a request has to know of it, read in one transaction."""
+"""A snapshot of the store: the data that a request needs, read in one transaction."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _MOST = 4096  # turns read at once
 _t = turn_table.c
 
 _MAX_TRIED = 64  # stored conversations that are compared with a request
-_MAX_FORKS = 1000  # that have its beginning from elsewhere, those used last
-_FEW, _MANY = 8, 500  # answers looked up at once, the last ones first: mostly the very last is the one
+_MAX_FORKS = 1000  # forks with an inherited beginning that are searched, the last used ones first
+_FEW, _MANY = 8, 500  # answers looked up at once, the last ones first: mostly the very last one matches
 _LONG = re.compile("[0-9]{16}")
 
 
 class Snapshot:
-    """All that is read of one snapshot belongs together: what others write or remove meanwhile is not seen.
+    """One view of the store: later writes and removals do not show in it.
 
-    Methods raise StoreError for rows that are not there or make no sense. What the database itself refuses becomes one
-    where `Store.snapshot` ends: catch it around that. domain: who looks; what that does not see is not there.
+    Methods raise StoreError for rows that are missing or invalid. SQLite's own errors become a StoreError at the end of
+    `Store.snapshot`: catch it around that. domain: of the caller; rows that it does not see seem missing.
     """
 
     def __init__(self, connection: Connection, domain: Domain = EVERYBODY) -> None:
@@ -43,7 +43,7 @@ class Snapshot:
         self._domain = domain
 
     def echoed(self, messages: Sequence[Message], session: str | None = None) -> Echoed | None:
-        """The stored conversation that a request continues; with a `session` only one of that session's.
+        """Find the stored conversation that a request continues. session: only in this session.
 
         Raises UnknownSession.
         """
@@ -52,36 +52,36 @@ class Snapshot:
         return read_echoed(self._connection, messages, session, self._domain)
 
     def info(self, session_id: str) -> SessionInfo:
-        """What a session is, without its sizes, which may have to be counted. Raises UnknownSession."""
+        """Read a session's facts without its sizes, which may have to be counted. Raises UnknownSession."""
         return sessions.read_info(self._connection, session_id, self._domain)
 
     def heard(
         self, messages: Sequence[Message], turn: Turn
     ) -> tuple[Turn | None, int, Mapping[str, Sequence[Message]]]:
-        """What a request says of an altered turn that it echoes: as echoes.read_heard."""
+        """Read a request's copy of an altered turn that it echoes, as `read_heard`."""
         return read_heard(self._connection, messages, turn)
 
     def first(self, turn: Turn) -> Message:
-        """The first message of a turn's conversation. Raises StoreError if it cannot be read."""
+        """Return the first message of a turn's conversation. Raises StoreError if it cannot be read."""
         root = turn if turn.parent is None else turns.read_turn(self._connection, turn.root)
         if not root.sound:
             raise StoreError(f"turn {root.id!r} was altered; see `ssmd session check`")
         return root.conversation[0]
 
     def above(self, turn: Turn) -> Turn | None:
-        """The turn above one; None at the root, and where what says which it is was altered."""
+        """Return the parent of a turn; None at the root, and if the reference to it was altered."""
         return turns.read_above(self._connection, turn)
 
     def turn(self, turn_id: str) -> Turn:
-        """One turn. Raises UnknownSession."""
+        """Read one turn. Raises UnknownSession."""
         return turns.read_turn(self._connection, turn_id)
 
     def path(self, turn_id: str) -> list[Turn]:
-        """The turns from the root to this one. Raises UnknownSession."""
+        """Read the turns from the root to this one. Raises UnknownSession."""
         return turns.read_path(self._connection, turn_id)
 
     def is_leaf(self, turn_id: str) -> bool:
-        """Whether the turn is stored and nothing continues it."""
+        """Return True if the turn is stored and no turn continues it."""
         return turns.is_leaf(self._connection, turn_id)
 
     def resume(
@@ -93,17 +93,17 @@ class Snapshot:
         *,
         skip: Collection[int] = (),
     ) -> tuple[Found | None, Line, str | None]:
-        """The deepest usable checkpoint for a prompt: its ids are a beginning of `ids` and leave one to be fed.
+        """Find the deepest usable checkpoint for a prompt: its ids are a prefix of `ids` and leave one to be fed.
 
-        With it come the line with all ids that are to be fed after it, and the turn at which those begin; without one,
-        all ids. Other builds of the lineage and layout count too. Imported checkpoints serve `session` only if they
-        came with it. skip: ids of checkpoints to pass over, as those that could not be loaded. Raises StoreError if
-        stored ids that are needed were altered.
+        Returns (checkpoint, line, stem): the line has all ids at hand that are to be fed, and they begin at the end of
+        the turn `stem`. Without a checkpoint these are all ids. Other builds of the lineage and layout count too.
+        Imported checkpoints serve only the `session` that they came with. skip: ids of checkpoints to pass over, such
+        as those that could not be loaded. Raises StoreError if stored ids that are needed were altered.
         """
         return resume(self._connection, scope, ids, stem, session, self._domain, skip)
 
     def reach(self, ids: Line, stem: str | None, position: int) -> tuple[Line, str | None]:
-        """The same line with its ids from `position` on at hand, and the turn at which those begin, as by `resume`.
+        """Return the line with its ids from `position` on at hand, and the turn at whose end those begin (`resume`).
 
         Raises StoreError if stored ids that are needed were altered.
         """
@@ -111,7 +111,7 @@ class Snapshot:
 
 
 def _stems() -> Any:
-    """A turn and those that it grew from, at most `:most`, the deepest first."""
+    """Build the query for a turn and its chain of stems, at most `:most` turns, the deepest first."""
     first = select(_t.id, _t.stem, literal(1).label("n")).where(_t.id == bindparam("turn"))
     walk = first.cte("stems", recursive=True)
     walk = walk.union_all(
@@ -132,10 +132,10 @@ def resume(
     domain: Domain,
     skip: Collection[int],
 ) -> tuple[Found | None, Line, str | None]:
-    """(checkpoint, line, stem): the deepest checkpoint for a prompt, with all ids at hand that are to be fed after it.
+    """Return (checkpoint, line, stem): the deepest checkpoint for a prompt, and the ids that are to be fed after it.
 
-    stem: the turn whose ids end where those at hand begin; None at the beginning. Of what is stored only that is read
-    which is to be fed. Without a checkpoint all ids are at hand. Raises StoreError if some of them were altered.
+    stem: the turn at whose end the ids at hand begin; None at the beginning. Only stored ids that are to be fed are
+    read. Without a checkpoint all ids are at hand. Raises StoreError if some of them were altered.
     """
     most = 1
     while True:
@@ -147,7 +147,7 @@ def resume(
 
 
 def reach(connection: Connection, ids: Line, stem: str | None, position: int) -> tuple[Line, str | None]:
-    """(line, stem): the line with its ids from `position` on at hand; stem as in `resume`. Raises StoreError."""
+    """Return (line, stem): the line with its ids from `position` on at hand; stem as in `resume`. Raises StoreError."""
     most = 1
     while stem is not None and ids.start > position:
         ids, stem = _before(connection, ids, stem, most)
@@ -156,7 +156,7 @@ def reach(connection: Connection, ids: Line, stem: str | None, position: int) ->
 
 
 def _before(connection: Connection, ids: Line, stem: str, most: int) -> tuple[Line, str | None]:
-    """The line with more ids at hand: those of its stem, and of up to `most` turns in all; and the stem before."""
+    """Return the line with the ids of up to `most` more stems at hand, and the stem before those."""
     with as_they_are(connection):
         rows = connection.execute(_STEMS, {"turn": stem, "most": most}).all()
     turns = [turn_of(row) for row in rows]
@@ -172,19 +172,16 @@ def _before(connection: Connection, ids: Line, stem: str, most: int) -> tuple[Li
 
 @dataclass(frozen=True)
 class Echoed:
-    """A stored turn that a request continues. length: of its conversation, in messages.
-
-    stored: those messages, None if the request says them as they were said.
-    """
+    """A stored turn that a request continues."""
 
     session: str
     turn: str
-    length: int
-    stored: tuple[Message, ...] | None
+    length: int  # of its conversation, in messages
+    stored: tuple[Message, ...] | None  # those messages; None if the request repeats them verbatim
 
 
 def _queries() -> tuple[Any, Any]:
-    """Turns by `:chains`, the best first: of their owners; and those of `:turns` that forks began with."""
+    """Build two queries: turns by `:chains` in their owners, best first; and those of `:turns` that forks inherited."""
     t, s = turn_table.c, session_table.c
     columns = select(t.id, t.seq, t.depth, t.root, t.length, t.chain, t.whole, s.id.label("session"), s.last_used_at)
     columns = columns.add_columns((s.head == t.id).label("is_head"), (s.imported != "").label("imported"))
@@ -199,7 +196,7 @@ def _queries() -> tuple[Any, Any]:
     begun = select(s.id, s.base).where(s.root.in_(roots), mine)
     forks = begun.order_by(s.last_used_at.desc()).limit(_MAX_FORKS).subquery()
     ends = select(forks.c.base, t.id, t.parent, t.depth).join(forks, t.id == forks.c.base).distinct()
-    walk = ends.cte("walk", recursive=True)  # once for all forks that begin at one turn, as far as need be
+    walk = ends.cte("walk", recursive=True)  # once for all forks that begin at one turn, as far as needed
     walk = walk.union_all(
         select(walk.c.base, t.id, t.parent, t.depth).where(t.id == walk.c.parent, walk.c.depth > bindparam("least"))
     )
@@ -218,8 +215,9 @@ _ANYWHERE = select(turn_table.c.id, turn_table.c.depth, turn_table.c.root).where
 def read_echoed(
     connection: Connection, messages: Sequence[Message], session: str | None, domain: Domain
 ) -> Echoed | None:
-    """The stored conversation that a request continues, of those that the domain sees; with a `session` only one of
-    that session's.
+    """Find the stored conversation that a request continues, among those that the domain sees.
+
+    session: only in this session.
     """
     echo = Echo.of(messages)
     places = {chain.said: i for i, chain in enumerate(echo.chains)}
@@ -229,9 +227,9 @@ def read_echoed(
             for row in _rows(connection, chains, session, domain)
             if is_unicode(row.id)
             and is_unicode(row.session)
-            and row.chain in places  # in the row, not in the index alone
+            and row.chain in places  # compared with the row, not only with the index
         ]
-        # Of equal chains only a few differ from the echo, in reasoning that it changed.
+        # Only a few rows of equal chains differ from the echo, in reasoning that it changed.
         rows.sort(key=lambda r: (places[r.chain], not r.imported, _time(r), r.is_head, r.seq), reverse=True)
         for row in _verbatim_first(connection, rows, messages[: echo.lengths[places[rows[0].chain]]] if rows else ()):
             length = echo.lengths[places[row.chain]]
@@ -239,7 +237,7 @@ def read_echoed(
                 return Echoed(row.session, row.id, length, None)
             path = read_path(connection, row.id)
             stored = tuple(m for turn in path for m in turn.conversation)
-            if len(stored) != length or not all(turn.sound for turn in path):  # the chain says that the words are so
+            if len(stored) != length or not all(turn.sound for turn in path):  # the chain proves the messages
                 return Echoed(row.session, row.id, length, tuple(messages[:length]))
             if continues(messages, stored):
                 return Echoed(row.session, row.id, length, stored)
@@ -247,7 +245,7 @@ def read_echoed(
 
 
 def _verbatim_first(connection: Connection, rows: list[Any], said: Sequence[Message]) -> list[Any]:
-    """Rows with those first whose calls have the very arguments of the echo, of the ones that are first by their chain.
+    """Move rows to the front whose calls have the echo's arguments verbatim, among those with the first row's chain.
 
     Numbers of more digits than a double holds may have one chain though they differ.
     """
@@ -265,18 +263,18 @@ def _verbatim_first(connection: Connection, rows: list[Any], said: Sequence[Mess
 def read_heard(
     connection: Connection, messages: Sequence[Message], turn: Turn
 ) -> tuple[Turn | None, int, dict[str, Sequence[Message]]]:
-    """(turn, length, heard): what a request that echoes an altered turn says of it, and of those above it that are so.
+    """Read a request's copy of an altered turn that it echoes, and of altered turns above: (turn, length, heard).
 
-    heard: their messages by their ids, those above first. If it cannot be told which are whose, the turn is the first
-    sound one above, and nothing is heard; None if it is not one that the request echoes. length: messages of the turn's
-    conversation.
+    heard: messages by turn id, ancestors first. If the messages cannot be assigned to turns, the turn returned is the
+    first sound one above, and `heard` is empty; None if the request does not echo that one. length: messages of the
+    returned turn's conversation.
     """
     echo = Echo.of(messages)
     lengths = {chain.said: length for chain, length in zip(echo.chains, echo.lengths, strict=True)}
     altered: dict[str, int] = {}
     at: Turn | None = turn
     while at is not None and (not at.sound or lengths.get(at.chain.said) != at.length):
-        if at.sound or at.id in altered:  # what is said to stand above it does not
+        if at.sound or at.id in altered:  # the reference to a parent was altered
             return None, 0, {}
         altered[at.id] = lengths.get(at.chain.said, -1)
         try:
@@ -294,7 +292,7 @@ def read_heard(
 
 
 def _batches(chains: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """The last ones first."""
+    """Yield batches of chains, the last ones first."""
     end, most = len(chains), _FEW
     while end > 0:
         yield list(chains[max(0, end - most) : end])

@@ -1,8 +1,8 @@
-"""The tree of a session: which turns it has, forks that begin at one of them, and what happens when it is removed.
+"""The tree of a session: its turns, forks that begin at one of them, and the effects of a removal.
 
-A fork owns no turn at first: its `base` names one of another session, and that turn with all above it are as good as
-its own. A turn has one owner at a time, which always is a session that has it; when the owner is removed, each turn
-that a fork still stands on is handed over to that fork.
+A fork owns no turn at first. Its `base` names a turn of another session, and that turn with all above it count as its
+own. A turn has one owner at a time, always a session that has the turn. When the owner is removed, each turn that a
+fork still needs is handed over to that fork.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _t, _s = turn_table.c, session_table.c
 
 
 def above(start: Any) -> Any:
-    """Select the ids of a turn and of all above it. start: an expression for its id; none if that is NULL."""
+    """Select the ids of a turn and of all above it. start: an expression for its id; no rows if that is NULL."""
     ends = select(_t.id, _t.parent)
     path = ends.where(_t.id == start).cte("above", recursive=True)
     path = path.union(ends.where(_t.id == path.c.parent))
@@ -30,7 +30,7 @@ def above(start: Any) -> Any:
 
 
 def inherited(session_id: Any) -> Any:
-    """Select the ids of the turns that a fork began with, whoever owns them: none if the session is no fork.
+    """Select the ids of the turns that a fork began with, of any owner. No rows if the session is not a fork.
 
     session_id: an id, or an expression for one.
     """
@@ -38,16 +38,16 @@ def inherited(session_id: Any) -> Any:
 
 
 def belongs(session_id: Any) -> Any:
-    """The condition that a row of `turn` is one of the session's turns, inherited ones included."""
+    """Build the condition that a row of `turn` is one of the session's turns, inherited ones included."""
     return or_(_t.session == session_id, _t.id.in_(inherited(session_id)))
 
 
 def insert_fork(connection: Connection, origin: Any, turn_id: str, owner: str, now: int, used: int) -> str:
-    """Write a session that begins at a turn of `origin`, a row of `session`; its id. now, used: microseconds.
+    """Write a session that begins at a turn of `origin`, a row of `session`. Returns its id.
 
-    Nothing is copied. Its clock is the origin's, so that templates render its beginning as they did, and imported
-    states that serve the origin serve it. owner: whose it is to be, "": the origin's owner's. Raises UnknownTurn, and
-    StoreError on an id that is none.
+    Nothing is copied. It has the origin's clock, so that templates render its beginning as before. Imported states
+    that serve the origin serve it too. owner: of the new session; "": the origin's owner. now, used: microseconds.
+    Raises UnknownTurn, and StoreError on an invalid id.
     """
     check_id("turn", turn_id)
     base = connection.execute(select(_t.depth).where(_t.id == turn_id, belongs(origin.id))).one_or_none()
@@ -79,13 +79,13 @@ def insert_fork(connection: Connection, origin: Any, turn_id: str, owner: str, n
 
 
 def hand_over(connection: Connection, session_id: str) -> list[str]:
-    """Give each turn of a session that forks still stand on one of these as its owner, before the session is removed.
+    """Hand each turn of a session that a fork still needs over to such a fork, before the session is removed.
 
-    The forks that own more turns than before.
+    Returns the forks that own more turns than before.
     """
     if connection.execute(select(_t.id).where(_t.session == session_id).limit(1)).first() is None:
-        return []  # a fork that nobody has gone on with, of thousands perhaps
-    # Only trees that the session is a part of: those of its own roots, and of the one that it was forked from itself.
+        return []  # a fork that was never continued; there may be thousands
+    # Only trees that the session is a part of: those of its own roots, and that of the session it was forked from.
     roots = (
         select(_t.id)
         .where(_t.session == session_id, _t.parent.is_(None))
@@ -105,7 +105,7 @@ def hand_over(connection: Connection, session_id: str) -> list[str]:
 
 
 def resumable(connection: Connection, session_id: str) -> set[str]:
-    """Turns of a session whose end was kept as a state: what continues them feeds nothing of them again."""
+    """Return the turns of a session whose end has a stored state: to continue one feeds none of its tokens again."""
     link = turn_checkpoint.c
     kept = (
         exists()

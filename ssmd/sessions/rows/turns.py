@@ -1,4 +1,4 @@
-"""Turns in the database: a row each, sealed with a checksum, which says what the turn adds to those above it."""
+"""Turns in the database: a row each, sealed with a checksum. It holds a turn's additions to the turns above it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ssmd.sessions.turn import NewTurn, Settled, StoreError, Turn, UnknownSessio
 from ssmd.text.messages import Message
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-LAST_MOMENT = (datetime(9999, 1, 1, tzinfo=UTC) - _EPOCH) // timedelta(microseconds=1)  # what says later was damaged
-_MANY = 1000  # names in one statement
+LAST_MOMENT = (datetime(9999, 1, 1, tzinfo=UTC) - _EPOCH) // timedelta(microseconds=1)  # a later time was damaged
+_MANY = 1000  # ids in one statement
 _t = turn_table.c
-_UNSEALED = {"seq", "session", "owner", "checksum"}  # what may change with who has the turn
+_UNSEALED = {"seq", "session", "owner", "checksum"}  # may change when a turn is handed to another session
 _SEALED = [c.name for c in turn_table.columns if c.name not in _UNSEALED]
 _ONE = select(turn_table).where(_t.id == bindparam("turn"))
 _PATH = select(turn_table).where(_t.id.in_(tree.above(bindparam("turn")))).order_by(_t.depth)
 
 
 def to_micros(moment: datetime) -> int:
-    """Microseconds since 1970. Raises StoreError on a time without a zone, as it would mean another one elsewhere."""
+    """Return microseconds since 1970. Raises StoreError on a time without a zone, which would depend on the place."""
     if moment.tzinfo is None:
         raise StoreError(f"time {moment.isoformat()} has no time zone")
     micros = (moment - _EPOCH) // timedelta(microseconds=1)
     if not 0 <= micros < LAST_MOMENT:
-        raise StoreError(f"time {moment.isoformat()} cannot be; is the clock set?")
+        raise StoreError(f"time {moment.isoformat()} is out of range; is the clock set?")
     return micros
 
 
@@ -48,12 +48,12 @@ def from_micros(micros: int) -> datetime:
 
 
 def is_moment(micros: object) -> bool:
-    """Whether a value is a time: microseconds since 1970, before the year 9999."""
+    """Return True if a value is a time: microseconds since 1970, before the year 9999."""
     return isinstance(micros, int) and 0 <= micros < LAST_MOMENT
 
 
 def is_unicode(value: object) -> bool:
-    """Whether a value is a text that can be written as UTF-8."""
+    """Return True if a value is a text that can be written as UTF-8."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -61,13 +61,13 @@ def is_unicode(value: object) -> bool:
 
 
 def as_text(value: object) -> str:
-    """A text as it is, anything else as nothing."""
+    """Return the value if it is a valid text, else ""."""
     return value if isinstance(value, str) and (value.isascii() or is_unicode(value)) else ""
 
 
 @contextlib.contextmanager
 def as_they_are(connection: Connection) -> Iterator[None]:
-    """Text that is no UTF-8 is read all the same, and then seen to be broken."""
+    """Read invalid UTF-8 without an error inside; such text is then found to be broken."""
     raw: Any = connection.connection.dbapi_connection
     before, raw.text_factory = raw.text_factory, lambda data: data.decode("utf-8", "surrogateescape")
     try:
@@ -77,7 +77,7 @@ def as_they_are(connection: Connection) -> Iterator[None]:
 
 
 def seal(values: Mapping[str, Any]) -> bytes:
-    """The checksum of a row of `turn`: xxh3-128 over the columns that only a rewrite changes, in their order."""
+    """Return the checksum of a row of `turn`: xxh3-128 over the columns that only a rewrite changes, in their order."""
     running = xxhash.xxh3_128()
     for name in _SEALED:
         value = values[name]
@@ -92,12 +92,12 @@ def seal(values: Mapping[str, Any]) -> bytes:
 
 
 def read_turn(connection: Connection, turn_id: str) -> Turn:
-    """One turn. Raises UnknownSession if there is none of that id."""
+    """Read one turn. Raises UnknownSession if no turn has that id."""
     return next(iter(_read(connection, _ONE, turn_id)))
 
 
 def read_above(connection: Connection, turn: Turn) -> Turn | None:
-    """The turn above one; None at the root, and where what says which it is was altered."""
+    """Read the parent of a turn; None at the root, and if the reference to it was altered."""
     if turn.parent is None:
         return None
     with contextlib.suppress(UnknownSession):
@@ -106,13 +106,13 @@ def read_above(connection: Connection, turn: Turn) -> Turn | None:
 
 
 def read_path(connection: Connection, turn_id: str) -> list[Turn]:
-    """The turns from the root to `turn_id`. Raises UnknownSession if there is none of that id."""
+    """Read the turns from the root to `turn_id`. Raises UnknownSession if no turn has that id."""
     return list(_read(connection, _PATH, turn_id))
 
 
 def _read(connection: Connection, query: Any, turn_id: str) -> list[Turn]:
     rows: Sequence[Any] = ()
-    if is_unicode(turn_id):  # as the name of one above may not be, where it was altered
+    if is_unicode(turn_id):  # an altered reference to a parent may not be
         with as_they_are(connection):
             rows = connection.execute(query, {"turn": turn_id}).all()
     if not rows:
@@ -121,9 +121,9 @@ def _read(connection: Connection, query: Any, turn_id: str) -> list[Turn]:
 
 
 def read_tree(connection: Connection, session_id: str) -> list[Turn]:
-    """All turns of a session, in the order of writing: parents before their children.
+    """Read all turns of a session, in the order of writing: parents before their children.
 
-    Those that a fork began with are told as its own, and names that were altered to what is no text as nothing.
+    Turns that a fork began with are returned as its own. Ids that were altered to invalid text are returned empty.
     """
     with as_they_are(connection):
         rows = connection.execute(select(turn_table).where(tree.belongs(session_id)).order_by(_t.seq)).all()
@@ -132,7 +132,7 @@ def read_tree(connection: Connection, session_id: str) -> list[Turn]:
 
 
 def turn_of(row: Any) -> Turn:
-    """A row as a turn. One that was altered is not sound: of it there is what was said, as far as it can be read."""
+    """Make a turn of a row. An altered row makes an unsound turn, with its messages as far as they can be read."""
     fields = row._mapping
     try:
         sound = seal(fields) == row.checksum
@@ -193,7 +193,7 @@ def _unsound(row: Any, messages: tuple[Message, ...], answer: Message) -> Turn:
 
 
 def said_in(items: bytes, answer: bytes) -> tuple[tuple[Message, ...], Message]:
-    """The messages of a turn. Raises ValueError and the like if they cannot be read."""
+    """Read the messages of a turn. Raises ValueError and the like if they are invalid."""
     given, answered = messages_of(json.loads(items)), messages_of(json.loads(answer))
     if len(answered) != 1:
         raise ValueError("an answer of several messages is of a newer version")
@@ -201,7 +201,7 @@ def said_in(items: bytes, answer: bytes) -> tuple[tuple[Message, ...], Message]:
 
 
 def is_leaf(connection: Connection, turn_id: str) -> bool:
-    """Whether the turn is stored and no other one has it as its parent."""
+    """Return True if the turn is stored and no turn has it as its parent."""
     child = turn_table.alias()
     below = exists().where(child.c.parent == turn_table.c.id)
     return connection.execute(select(_t.id).where(_t.id == turn_id, ~below)).first() is not None
@@ -217,9 +217,9 @@ def check_unicode(turn: NewTurn) -> None:
 
 
 def taken(connection: Connection, session_id: str, turn_ids: Sequence[str]) -> bool:
-    """Whether a session, an import or a turn of these ids is stored.
+    """Return True if a session, an import or a turn of these ids is stored.
 
-    An import's id is in use as long as a fork of it is there, to which states of that origin are given.
+    An import's id is in use as long as a fork of it exists, which may use states of that origin.
     """
     queries = [
         select(session_table.c.id).where(session_table.c.id == session_id),

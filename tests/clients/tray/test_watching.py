@@ -254,7 +254,7 @@ def bare(said: bytes) -> Iterator[str]:
 def test_a_file_that_is_not_believed(tmp_path: Path) -> None:
     with found_at(tmp_path, "http://127.0.0.1:9"), Seen(tmp_path) as seen:
         (tmp_path / "daemon.json").write_text("{}")
-        assert "is not believed" in seen.wait(lambda s: "believed" in s.problem).problem
+        assert "is not trusted" in seen.wait(lambda s: "trusted" in s.problem).problem
 
 
 def test_it_ends_at_once(served: Daemon, tmp_path: Path) -> None:

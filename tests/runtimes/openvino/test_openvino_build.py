@@ -154,7 +154,7 @@ def test_a_pass_that_replaces_nothing_says_so(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     said = [line for line in done.output.splitlines() if "nothing to replace" in line]
     assert said == [
-        f"{kind}: nothing to replace: no {sought} is in the graph (docs/xamba.md)"
+        f"{kind}: nothing to replace: no {sought} is in the graph (docs/notes/xamba.md)"
         for kind, sought in (("cumba", "CumSum"), ("reduba", "ReduceSum"))
     ]
     made = Artifact.open(tmp_path / "models" / "tiny" / "openvino-cpu-f32")

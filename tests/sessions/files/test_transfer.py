@@ -292,7 +292,7 @@ def good(tmp_path: Path) -> Path:
     return tmp_path / "good.ssmd"
 
 
-def refused(there: Store, file: Path, reason: str = "cannot|no file", **options: Any) -> None:
+def refused(there: Store, file: Path, reason: str = "cannot|not a file|no file", **options: Any) -> None:
     """The import fails with one clear error that names the file, and the store has not changed."""
     before = there.file.read_bytes()
     with pytest.raises(SessionFileError, match=reason) as caught:
@@ -452,8 +452,8 @@ def _double(*path: Any) -> Callable[[Any], None]:
         (_set("session", "id", "s\n"), "session.id"),
         (_set("session", "head", "nobody"), "head 'nobody'"),
         (_set("session", "lineage", "x"), "session.lineage"),
-        (_set("session", "clock", "yesterday"), "no time"),
-        (_set("session", "clock", "2026-11-21T10:00:00"), "no time with a zone"),
+        (_set("session", "clock", "yesterday"), "not a time"),
+        (_set("session", "clock", "2026-11-21T10:00:00"), "not a time with a time zone"),
         (_set("session", "model", "x" * 10_000), "session.model"),
         (_set("turns", []), "turns"),
         (_set("turns", 1, "id", "t1"), "twice"),
@@ -470,12 +470,12 @@ def _double(*path: Any) -> Callable[[Any], None]:
         (_set("turns", 1, "ids_shared", 3), "ids_shared"),
         (_set("turns", 1, "cut", 5), "leaves out 5 messages"),
         (_set("turns", 1, "cut", -1), "turns.1.cut"),
-        (_set("turns", 1, "prompt_tokens", 10_000), "longer prompt"),
+        (_set("turns", 1, "prompt_tokens", 10_000), "more prompt tokens"),
         (_set("turns", 1, "prompt_tokens", 1.5), "prompt_tokens"),
         (_set("turns", 1, "prompt_tokens", 10**40), "prompt_tokens"),
-        (_set("turns", 1, "created_at", "0001-01-01T00:00:00+23:59"), "no time"),
-        (_set("turns", 1, "created_at", "1970-01-01T00:00:00+23:59"), "no time"),
-        (_set("turns", 1, "created_at", "9998-12-31T23:59:00-23:59"), "no time"),
+        (_set("turns", 1, "created_at", "0001-01-01T00:00:00+23:59"), "not a time"),
+        (_set("turns", 1, "created_at", "1970-01-01T00:00:00+23:59"), "not a time"),
+        (_set("turns", 1, "created_at", "9998-12-31T23:59:00-23:59"), "not a time"),
         (_set("turns", 3, "text", "\ud800"), "text"),
         (_set("turns", 1, "items", 0, "role", "dog"), "role"),
         (_set("turns", 1, "items", 0, "content", None), "content"),
@@ -486,7 +486,7 @@ def _double(*path: Any) -> Callable[[Any], None]:
         (_set("turns", 1, "answer", []), "answer"),
         (_double("turns", 1, "answer"), "answer"),
         (_set("turns", 1, "finish", "<b>"), "finish"),
-        (_set("layout", []), "no layout|checkpoints and no layout"),
+        (_set("layout", []), "no layout|checkpoints but no layout"),
         (_set("layout", 0, "shape", [12, 4]), "layout"),
         (_set("layout", 0, "shape", [1 << 30, 1 << 30]), "layout"),
         (_set("layout", 0, "shape", []), "not possible"),
@@ -548,7 +548,7 @@ def test_a_document_that_speaks_of_more_than_there_is(good: Path, there: Store) 
         said["rows"] = [{"first": 0, "last": 1}] * document.MAX_ROWS
         said["layout"] = [dict(said["layout"][2], name=f"key_{i}") for i in range(9_000)]
 
-    refused(there, rewrite(good, doc=change), "tensors, its document speaks of 180")
+    refused(there, rewrite(good, doc=change), "tensors, its document describes 180")
 
 
 def test_the_same_checkpoint_twice(good: Path, there: Store) -> None:
@@ -558,7 +558,7 @@ def test_the_same_checkpoint_twice(good: Path, there: Store) -> None:
     def copy(arrays: dict[str, Any]) -> None:
         arrays |= {n.replace("checkpoint.0", "checkpoint.2"): a for n, a in arrays.items() if "checkpoint.0" in n}
 
-    refused(there, rewrite(good, doc=double, tensors=copy), "stands in it twice")
+    refused(there, rewrite(good, doc=double, tensors=copy), "has a checkpoint twice")
 
 
 def test_a_checkpoint_of_a_turn_without_ids(good: Path, there: Store) -> None:
@@ -602,11 +602,11 @@ def _poke(value: float) -> Callable[[Any], Any]:
         (_tensor("turn.1.ids", lambda a: a[:-2]), "not within the ids of its turn"),
         (_tensor("turn.0.ids", lambda a: a[:0]), "no ids"),
         (_tensor("checkpoint.0.ssm_0", lambda a: a[:1]), "shape"),
-        (_tensor("checkpoint.0.ssm_0", lambda a: a.astype(np.int32)), "not one of numbers"),
+        (_tensor("checkpoint.0.ssm_0", lambda a: a.astype(np.int32)), "does not hold numbers"),
         (_tensor("rows.0.key_1", lambda a: a[:, :-1]), "shape"),
         (lambda arrays: arrays.pop("rows.0.key_1"), "tensors"),
-        (lambda arrays: arrays.update({"rows.0.key_9": arrays.pop("rows.0.key_1")}), "do not belong"),
-        (lambda arrays: arrays.update({"../../x": arrays.pop("rows.0.key_1")}), "do not belong"),
+        (lambda arrays: arrays.update({"rows.0.key_9": arrays.pop("rows.0.key_1")}), "not described"),
+        (lambda arrays: arrays.update({"../../x": arrays.pop("rows.0.key_1")}), "not described"),
     ],
 )
 def test_tensors_that_lie(good: Path, there: Store, change: Callable[[dict[str, Any]], None], reason: str) -> None:
@@ -635,7 +635,7 @@ def test_tensors_that_lie(good: Path, there: Store, change: Callable[[dict[str, 
         (_drop("__metadata__", "sha256"), "does not carry one sha256"),
         (_set("__metadata__", "ssmd", "[" * 100_000), "not JSON"),
         (_set("__metadata__", "ssmd", "[]"), "not a JSON object"),
-        (_set("__metadata__", "ssmd", '{"format": 1, "format": 1}'), "stands twice"),
+        (_set("__metadata__", "ssmd", '{"format": 1, "format": 1}'), "occurs twice"),
         (_drop("__metadata__", "ssmd"), "not JSON"),
     ],
 )
@@ -650,7 +650,7 @@ def test_a_header_that_lies(good: Path, there: Store, change: Callable[[Any], No
         (lambda text: b"[]", "not a JSON object"),
         (lambda text: b"\xff" + text, "not JSON"),
         (lambda text: text[:-1], "not JSON"),
-        (lambda text: text[:-1] + b', "turn.0.ids": {}}', "stands twice"),
+        (lambda text: text[:-1] + b', "turn.0.ids": {}}', "occurs twice"),
     ],
 )
 def test_a_header_that_is_none(good: Path, there: Store, change: Callable[[bytes], bytes], reason: str) -> None:
@@ -661,7 +661,7 @@ def test_a_header_that_is_none(good: Path, there: Store, change: Callable[[bytes
 def test_a_header_length_that_lies(good: Path, there: Store, length: int) -> None:
     bad = good.with_name("bad.ssmd")
     bad.write_bytes(struct.pack("<Q", length) + good.read_bytes()[8:])
-    refused(there, bad, "cut off or no session file|not JSON")
+    refused(there, bad, "cut off or not a session file|not JSON")
 
 
 def test_too_large(good: Path, there: Store, monkeypatch: pytest.MonkeyPatch) -> None:

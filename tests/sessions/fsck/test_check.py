@@ -119,14 +119,14 @@ STATES = [
     ("DELETE FROM checkpoint_segment WHERE checkpoint = 6 AND segment = 6", "checkpoint 6: its KV rows from", {6}),
     ("UPDATE checkpoint SET digest = x'00' WHERE id = 6", "checkpoint 6: .*not consist", {6}),
     ("UPDATE checkpoint SET key = zeroblob(32) WHERE id = 6", "checkpoint 6: .*not consist", {6}),
-    ("UPDATE checkpoint SET anchor = zeroblob(32) WHERE id = 6", "checkpoint 6: .*named by", {6}),
-    ("UPDATE checkpoint SET key = 'text' WHERE id = 6", "checkpoint 6: the name of its ids", {6}),
-    ("UPDATE checkpoint SET anchor = x'00' WHERE id = 6", "checkpoint 6: the name of its ids", {6}),
-    ("UPDATE checkpoint SET position = 'x' WHERE id = 6", "checkpoint 6: the name of its ids", {6}),
-    ("UPDATE checkpoint SET lineage = 'x' WHERE id = 6", "checkpoint 6: .*named by", {6}),
+    ("UPDATE checkpoint SET anchor = zeroblob(32) WHERE id = 6", "checkpoint 6: .*do not match its key", {6}),
+    ("UPDATE checkpoint SET key = 'text' WHERE id = 6", "checkpoint 6: its key is not readable", {6}),
+    ("UPDATE checkpoint SET anchor = x'00' WHERE id = 6", "checkpoint 6: its key is not readable", {6}),
+    ("UPDATE checkpoint SET position = 'x' WHERE id = 6", "checkpoint 6: its key is not readable", {6}),
+    ("UPDATE checkpoint SET lineage = 'x' WHERE id = 6", "checkpoint 6: .*do not match its key", {6}),
     ("UPDATE checkpoint SET layout = 'x' WHERE id = 6", "checkpoint 6: its layout 'x'", {6}),
     ("UPDATE checkpoint SET recurrent_nbytes = 5 WHERE id = 6", "checkpoint 6: its size", {6}),
-    ("DELETE FROM checkpoint WHERE id = 6", "recurrent values: those of 1 checkpoints", {6}),
+    ("DELETE FROM checkpoint WHERE id = 6", "recurrent values: they belong to 1 missing checkpoints", {6}),
     ("DELETE FROM layout", "its layout .* is not known", set(range(1, 15))),
     ("UPDATE layout SET tensors = '[7]'", "its layout .* is not known", set(range(1, 15))),
     ("UPDATE total SET nbytes = 1 WHERE name = 'checkpoints'", "the total: 1 bytes are counted", set()),
@@ -151,13 +151,13 @@ def test_states(data: Path, change: str, named: str, gone: set[int]) -> None:
     assert turns(data) == ALL, "no text is lost with a state"
 
 
-ALTERED = "turn 'a2' of session 'a': it was altered; its words are kept, and are read again"
+ALTERED = "turn 'a2' of session 'a': it was altered; its messages are kept, and are read again"
 TEXTS: list[tuple[str, str, dict[str, list[str]]]] = [
     ("UPDATE turn SET items = '[7]' WHERE id = 'a2'", "turn 'a2' .*not readable", {"a": ["a1", "a2b"]}),
     ("UPDATE turn SET items = 'no json' WHERE id = 'a3'", "turn 'a3' .*not readable", {"a": ["a1", "a2", "a2b"]}),
     ("UPDATE turn SET answer = CAST(x'ff22' AS TEXT) WHERE id = 'a3'", "turn 'a3'", {"a": ["a1", "a2", "a2b"]}),
     ("UPDATE turn SET answer = '[]' WHERE id = 'a1'", "turn 'a1'", {}),
-    ("DELETE FROM turn WHERE id = 'a2'", "turn 'a3' .*not there any more", {"a": ["a1", "a2b"]}),
+    ("DELETE FROM turn WHERE id = 'a2'", "turn 'a3' .*before it are missing", {"a": ["a1", "a2b"]}),
     ("DELETE FROM turn WHERE session = 'a'", "session 'a': none of its turns", {}),
     ("UPDATE turn SET ids = x'0102' WHERE id = 'a2'", ALTERED, ALL),
     ("UPDATE turn SET ids = zeroblob(length(ids)) WHERE id = 'a2'", ALTERED, ALL),
@@ -176,11 +176,11 @@ TEXTS: list[tuple[str, str, dict[str, list[str]]]] = [
     ("UPDATE turn SET nbytes = 1 WHERE id = 'a2'", ALTERED, ALL),
     ("UPDATE turn SET checksum = zeroblob(16) WHERE id = 'a2'", ALTERED, ALL),
     ("UPDATE turn SET owner = x'00' WHERE id = 'a2'", ALTERED, ALL),
-    ("UPDATE turn SET whole = zeroblob(32) WHERE id = 'a2'", "turn 'a2' .*hashed", ALL),
-    ("UPDATE turn SET length = 7 WHERE id = 'a2'", "turn 'a2' .*hashed", ALL),
-    ("UPDATE turn SET chain = zeroblob(32) WHERE id = 'a2'", "turn 'a2' .*hashed", ALL),
-    ("UPDATE turn SET depth = 7 WHERE id = 'a2'", "turn 'a2' .*hashed", ALL),
-    ("UPDATE turn SET items = replace(items, 'words', 'swords') WHERE id = 'a2'", "turn 'a2' .*hashed", ALL),
+    ("UPDATE turn SET whole = zeroblob(32) WHERE id = 'a2'", "turn 'a2' .*their hash", ALL),
+    ("UPDATE turn SET length = 7 WHERE id = 'a2'", "turn 'a2' .*their hash", ALL),
+    ("UPDATE turn SET chain = zeroblob(32) WHERE id = 'a2'", "turn 'a2' .*their hash", ALL),
+    ("UPDATE turn SET depth = 7 WHERE id = 'a2'", "turn 'a2' .*their hash", ALL),
+    ("UPDATE turn SET items = replace(items, 'words', 'swords') WHERE id = 'a2'", "turn 'a2' .*their hash", ALL),
     ("UPDATE turn SET created_at = 'x' WHERE id = 'a3'", "turn 'a3'", ALL),
     ("UPDATE session SET head = 'nobody' WHERE id = 'a'", "session 'a': its current turn", ALL),
     ("UPDATE session SET turns = 77 WHERE id = 'a'", "session 'a': its current turn", ALL),
@@ -274,7 +274,7 @@ class TestTheFile:
             ("SELECT checksum FROM segment WHERE id = 6", "KV rows 6: .*altered"),
             ("SELECT substr(ids, -40) FROM turn WHERE id = 'a3'", "turn 'a3' .*it was altered"),
             ("SELECT digest FROM checkpoint WHERE id = 6", "checkpoint 6: .*not consist"),
-            ("SELECT 'the words of a3'", "turn 'a3' .*hashed"),
+            ("SELECT 'the words of a3'", "turn 'a3' .*their hash"),
         ],
     )
     def test_a_flipped_bit(self, data: Path, query: str, named: str) -> None:

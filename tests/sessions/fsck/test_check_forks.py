@@ -94,7 +94,7 @@ def test_forks_are_sound(data: Path) -> None:
     assert told(data) == ALL
 
 
-ALTERED = "turn 't2' of session 's': it was altered; its words are kept, and are read again"
+ALTERED = "turn 't2' of session 's': it was altered; its messages are kept, and are read again"
 BROKEN = "UPDATE turn SET items = '[7]' WHERE id = '{}'"
 FORKS: list[tuple[str, str, Mapping[str, list[str] | None]]] = [
     # The turn that forks begin at goes, with what follows: they go on from what is above it.
@@ -141,7 +141,7 @@ FORKS: list[tuple[str, str, Mapping[str, list[str] | None]]] = [
     ("UPDATE turn SET finish = CAST(x'ff' AS TEXT) WHERE id = 't2'", ALTERED, {}),
     ("UPDATE turn SET complete = 7 WHERE id = 't2'", ALTERED, {}),
     (f"UPDATE turn SET created_at = {10**18} WHERE id = 't2'", ALTERED, {}),
-    ("UPDATE turn SET id = CAST(x'ff' AS TEXT) WHERE id = 't4'", "name is not readable", {"s": ["t1", "t2", "t3"]}),
+    ("UPDATE turn SET id = CAST(x'ff' AS TEXT) WHERE id = 't4'", "id is not readable", {"s": ["t1", "t2", "t3"]}),
 ]  # fmt: skip
 
 
