@@ -2,10 +2,10 @@
 
     benchmarks/bits.py MODEL…     names or paths of artifacts
 
-*Cut*: the logits and the state after prompts that are read as the engine cuts them, against the same tokens in pieces
-of 16, and against the second half token by token, as if it had been generated. *Company*: a daemon answers prompts
-alone, and beside another client's answers. *Threads*: one against two. Where bits differ, the number is the median
-Kullback-Leibler divergence of the next token's probabilities, in nats.
+*Cut*: the logits and the state after prompts that are cut as the engine cuts them. They are compared with the same
+tokens in pieces of 16, and with the second half token by token, as if it had been generated. *Company*: a daemon
+answers prompts alone, and beside another client's answers. *Threads*: one against two. Where bits differ, the number
+is the median Kullback-Leibler divergence of the next token's probabilities, in nats.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ End = tuple[NDArray[np.float32], dict[str, bytes]]  # logits [vocab], and the st
 
 
 def prompts(vocabulary: int) -> list[Ids]:
-    """Ids that are the same in every run; no two prompts begin alike."""
+    """Return prompts of ids that are the same in every run; no two begin alike."""
     draw = np.random.default_rng(7)
     return [draw.integers(3, vocabulary, length).tolist() for length in LENGTHS]
 

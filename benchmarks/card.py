@@ -1,16 +1,16 @@
-"""What a GPU does with the wgpu runtime, in parts that each have a limit of seconds: scripts/gpu runs it.
+"""Measurements of the wgpu runtime on a GPU, in parts that each have a limit of seconds. scripts/gpu runs it.
 
     benchmarks/card.py [--only PART]… [--out FOLDER] [--device NAME] [--llama LIBRARY --gguf FILE]
 
-kernels   tests of the shaders, of streams and of the contract on this adapter          60 s
-granite   granite-4.0-h-350m's shape, random weights: steps, prompts, kernel by kernel  60 s
-daemon    a daemon of a tiny model that is killed, and what it says after that          30 s
-falcon    falcon-mamba-7b's shape in float16                                            90 s
-llama     llama.cpp's library on the same card, where one is named                      40 s
+kernels   tests of the shaders, of streams and of the contract on this adapter.         60 s
+granite   granite-4.0-h-350m's shape, random weights: steps, prompts, single kernels.   60 s
+daemon    a daemon of a tiny model that is killed, and its answers after that.          30 s
+falcon    falcon-mamba-7b's shape in float16.                                           90 s
+llama     llama.cpp's library on the same card, if one is named.                        40 s
 
-It needs no network. FOLDER (default: build/gpu) gets report.md and report.json anew after every part, and a part's own
-file after every measurement; so a run that is cut off leaves what it found. A software adapter gets shapes of a few
-layers: its numbers show that the command works, nothing else.
+It needs no network. report.md and report.json in FOLDER (default: build/gpu) are rewritten after every part, and a
+part's own file after every measurement. So a run that is cut off leaves its results. A software adapter gets shapes of
+a few layers: its numbers only show that the command works.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _KIND = "matvec", "matmul", "mlp", "scan"
 
 
 class Part:
-    """A part under way: what it found goes to its file at each `keep`, and nothing is begun when it is `late`."""
+    """A running part. Each `keep` writes its results to its file, and no measurement begins when it is `late`."""
 
     def __init__(self, name: str, asked: argparse.Namespace) -> None:
         self.asked, self.found = asked, dict[str, Any]()
@@ -91,7 +91,7 @@ def limit_s(name: str, software: bool) -> int:
 
 
 def clocks(adapter: Gpu | None = None) -> dict[str, str]:
-    """What nvidia-smi says of the card, of a busy one where an adapter is given; nothing where there is none."""
+    """Return nvidia-smi's clocks of the card, of a busy one if an adapter is given; {} if there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
@@ -115,7 +115,7 @@ def clocks(adapter: Gpu | None = None) -> dict[str, str]:
 
 
 def of_card(part: Part) -> float:
-    """Note what the adapter is and how fast it reads; GB/s."""
+    """Note the adapter and its speed of reading. Returns GB/s."""
     idle = clocks()
     opened = Gpu(part.adapter)
     probe = bandwidth(opened)
@@ -179,7 +179,7 @@ def falcon(part: Part) -> None:
 
 
 def whole(part: Part, name: str, quantization: Any, read_gb_s: float) -> None:
-    """Measure a model: what benchmarks/gpu.py does, and where the time goes."""
+    """Measure a model as benchmarks/gpu.py does, and the time of each kernel."""
     bench = Bench(Gpu(part.adapter), name, quantization)
     found: dict[str, Any] = {"more": {}}
     part.found.setdefault("rows", []).append(found)
@@ -252,7 +252,7 @@ def growing(step: Sequence[Dispatch]) -> list[Sequence[Dispatch]]:
 
 
 def in_parts(bench: Bench, streams: int, parts: Sequence[Sequence[Dispatch]]) -> float:
-    """ms of a step that is submitted in these parts, each while the one before it is computed."""
+    """Return the ms of a step that is submitted in these parts, each while the one before it is computed."""
     recorder, slots = bench.model.gpu.recorder, bench.slots[:streams]
     logits = [bench.model.logits(i) for i in range(streams)]
 
@@ -267,7 +267,7 @@ def in_parts(bench: Bench, streams: int, parts: Sequence[Sequence[Dispatch]]) ->
 
 
 def unread_ms(bench: Bench, streams: int) -> float:
-    """ms that the adapter computes for a step: of steps submitted one after another without a wait between them."""
+    """Return the ms that the adapter computes for a step, from steps submitted without a wait between them."""
     recorder, step, count = bench.model.gpu.recorder, bench.step(streams), 8
     small = Region(bench.model.logits(0).buffer, 0, 16)
 
@@ -303,7 +303,7 @@ def by_tile(bench: Bench, tiling: Tiling) -> float:
 
 
 def by_kernel(bench: Bench, dispatches: Sequence[Dispatch], tokens: int) -> list[dict[str, Any]]:
-    """Where the time goes: of each kernel its dispatches, repeated, by themselves."""
+    """Return the time of each kernel's dispatches, repeated by themselves."""
     opened = bench.model.gpu
     texts = {id(kernel.pipeline): text for text, kernel in opened._kernels.items()}
     small = Region(bench.model.logits(0).buffer, 0, 16)
@@ -337,7 +337,7 @@ def kind_of(text: str) -> str:
 
 
 def daemon(part: Part) -> None:
-    """Kill a daemon of a tiny model between two turns and compare what it says with one that goes on."""
+    """Kill a daemon of a tiny model between two turns, and compare its answers with those of one that runs on."""
     sys.path.insert(0, str(ROOT / "tests"))
     from conftest import opened
 
@@ -418,7 +418,7 @@ def small() -> None:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The report of the parts so far, as text."""
+    """Return the report of the parts so far, as text."""
     lines = [f"# {found['adapter']}", "", f"{found['conditions']}; wgpu {found['wgpu']}; ssmd {found['commit']}."]
     if found["software"]:
         lines += ["", "**Software: shapes of a few layers; these are no numbers of a GPU.**"]

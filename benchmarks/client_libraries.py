@@ -92,7 +92,7 @@ CLIENTS = (
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a feature. why: it failed; None if it passed."""
+    """The result of a feature. why: the reason of a failure; None if it passed."""
 
     feature: str
     why: str | None
@@ -105,7 +105,7 @@ def _run(*command: str) -> None:
 
 
 def checked(client: Client, proxy: Proxy, model: str) -> Iterator[Found]:
-    """Run a client's program; what comes of each feature, with what it asked."""
+    """Run a client's program. Yield the result of each feature, with its requests."""
     home = client.folder / "home"
     home.mkdir(exist_ok=True)
     own = {"HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONWARNINGS": "ignore"}
@@ -131,7 +131,7 @@ def checked(client: Client, proxy: Proxy, model: str) -> Iterator[Found]:
 
 
 def row(client: Client, found: Sequence[Found]) -> str:
-    """A client's row of the table."""
+    """Return a client's row of the table."""
     results = {one.feature: "passed" if one.why is None else "failed" for one in found}
     cells = [results.pop(name, "–") for name in FEATURES]
     more = "; ".join(f"{name} **failed**" if result == "failed" else name for name, result in results.items())
@@ -159,7 +159,7 @@ def record(folder: Path, client: Client, found: Sequence[Found], shapes: set[str
 
 
 def _shape(value: Any) -> str:
-    """What a value is made of, whatever its texts and numbers are."""
+    """Return the structure of a value, without its texts and numbers."""
     if isinstance(value, dict):
         return str({name: _shape(one) for name, one in sorted(value.items())})
     return str([_shape(one) for one in value]) if isinstance(value, list) else type(value).__name__

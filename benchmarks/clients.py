@@ -45,7 +45,7 @@ WORD = " the"
 
 @dataclass
 class Took:
-    """What a number of clients got of a server. `rates`: tokens/s in all, by round."""
+    """The measurements of a number of clients of a server. rates: tokens/s in all, by round."""
 
     rates: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Took:
 
 
 class Crowd:
-    """Clients that say to each server what no one has said before."""
+    """Clients whose requests are new to each server."""
 
     def __init__(self, bias: dict[str, int]) -> None:
         self._bias, self._asked = bias, itertools.count(1000)
@@ -80,7 +80,7 @@ class Crowd:
         took.prompts += [reply.usage["prompt_tokens"] for reply in replies]
 
     def _cold(self) -> list[dict[str, str]]:
-        """A question that differs from all others in its first words, which are the system prompt's."""
+        """Return a question that differs from all others from its first words on, those of the system prompt."""
         number = next(self._asked)
         return [
             {"role": "system", "content": f"{number} is who you are."},

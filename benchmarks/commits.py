@@ -1,10 +1,10 @@
-"""How long a stored answer waits for its commit, beside a plain write and fsync of the same bytes, in turn.
+"""The wait of a stored answer for its commit, beside a plain write and fsync of the same bytes, in turn.
 
     benchmarks/commits.py MODEL [--turns 40] [--tokens 64]
 
-Each turn is a conversation of its own: a prompt of some 90 tokens and so many more. The wait goes from the end of the
-answer until the client may hear of it. The plain write makes a file of the bytes of the states that the commit had to
-write, on the same disk, and ends with fsync; the states that were written ahead of the end are not among them.
+Each turn is a conversation of its own: a prompt of some 90 tokens, and --tokens more. The wait goes from the end of the
+answer until it may be sent to the client. The plain write makes a file with the bytes of the states that the commit had
+to write, on the same disk, and ends with fsync. States that were written before the end are not among them.
 """
 
 from __future__ import annotations

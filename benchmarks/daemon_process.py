@@ -1,4 +1,4 @@
-"""A real `ssmd serve` in its own process, and a client that measures what a person would wait for."""
+"""A real `ssmd serve` in its own process, and a client that measures its latency."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ class Reply:
 
     @property
     def ttft_ms(self) -> float:
-        """Time to first token, ms, by the client's clock; by the daemon's where random weights said nothing that has a
-        text.
-        """
+        """The time to first token, ms, by the client's clock; by the daemon's if random weights gave no text."""
         return self.delta_s[0] * 1e3 if self.delta_s else float(self.usage["ssmd"]["ttft_ms"])
 
     @property
@@ -52,7 +50,7 @@ class Reply:
 
 
 def free_port() -> int:
-    """A port below the range that clients get theirs from: polling a dead one there can end up connected to itself."""
+    """Return a free port below the range of clients' ports: polling a dead port there can connect to itself."""
     while True:
         port = random.randrange(20_000, 30_000)
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -82,7 +80,7 @@ class ServerProcess:
             self.process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
 
     def start(self) -> None:
-        """Returns when /health answers; raises with the server's last words if it ends before that."""
+        """Start the server, and return when /health answers. Raises, with its last output, if it ends before that."""
         started = time.perf_counter()
         self.spawn()
         assert self.process is not None
@@ -181,8 +179,10 @@ class ServerProcess:
 
 
 class DaemonProcess(ServerProcess):
-    """`with DaemonProcess(model, data_dir) as d:` serves on a free port. `program`: what is run as `ssmd`; `foreign`:
-    whether the model is served as one that was made elsewhere."""
+    """A daemon: `with DaemonProcess(model, data_dir) as d:` serves on a free port.
+
+    program: the command that is run as `ssmd`. foreign: serve the model as one that was made elsewhere.
+    """
 
     def __init__(
         self, model: str | Path, data_dir: Path, *args: str, program: Sequence[str] = SSMD, foreign: bool = False
@@ -224,7 +224,7 @@ class HostProcess(ServerProcess):
 
 
 def conditions() -> str:
-    """What a reader needs to know to repeat a run."""
+    """Return the conditions that a reader needs to repeat a run."""
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),

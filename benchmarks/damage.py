@@ -1,4 +1,4 @@
-"""What becomes of a database on a bad disk or under a bad hand: its pages, its rows and its log, altered by chance."""
+"""Random damage to a database, as by a bad disk or an attacker: its pages, its rows and its log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from ssmd.sessions.rows.database import FILE, PAGE_BYTES
 
 PAGE, BLOCK = PAGE_BYTES, 512
-# What a column gets. `{}` is its name.
+# Values that a column gets. `{}` is its name.
 VALUES = (
     *("NULL", "''", "x''", "0", "-1", "1", "1000000", "1 << 62", "9e99", "'text'", "x'ff00'", "CAST(x'ff' AS TEXT)"),
     *("zeroblob(length({}))", "substr({}, 2)", "{} + 1", "{} || {}", "CAST({} AS TEXT)", "CAST({} AS BLOB)"),
@@ -208,7 +208,7 @@ def _rows(rng: random.Random, file: Path) -> Damaged | None:
 def _exchange(
     raw: sqlite3.Connection, table: str, column: str, where: str, a: tuple[Any, ...], b: tuple[Any, ...], *, both: bool
 ) -> int:
-    """Give row `b` what `a` has in a column, and the other way round."""
+    """Give row `b` the value of `a` in a column, and with `both` also the other way round."""
     [one], [other] = (raw.execute(f"SELECT {column} FROM {table} WHERE {where}", row).fetchone() for row in (a, b))
     if one == other:
         return 0

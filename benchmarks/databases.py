@@ -58,7 +58,7 @@ Tree = dict[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation. told: what the undamaged store's daemon answers to the next question."""
+    """A conversation. told: the answer of the undamaged store's daemon to the next question."""
 
     session: str
     messages: list[dict[str, str]]
@@ -68,7 +68,7 @@ class Talk:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a daemon shows of its sessions. words: the conversation down to each turn; lists: the turns of each."""
+    """The sessions as a daemon shows them. words: the conversation down to each turn. lists: the turns of each."""
 
     words: Tree
     lists: dict[str, frozenset[str]]
@@ -76,7 +76,7 @@ class Shown:
 
 @dataclass
 class Case:
-    """What was found. `exact`: every answer was the undamaged store's to the last bit."""
+    """The findings of a case. exact: every answer was the undamaged store's to the last bit."""
 
     failures: list[str] = field(default_factory=list)
     exact: bool = True
@@ -158,12 +158,12 @@ class Tester:
         return self.ask(served, [*talk.messages, {"role": "user", "content": GO_ON + name}], **named, **fields)
 
     def see(self, served: Served, case: Case) -> Shown:
-        """All sessions and their turns, as a daemon shows them."""
+        """Return all sessions and their turns, as a daemon shows them."""
         words: Tree = {}
         lists: dict[str, frozenset[str]] = {}
         listed = self._asked(case, "the list", served.ask("GET", f"{SESSIONS}?limit=1000"))
         for session in listed["data"] if listed else ():
-            if not session["id"]:  # altered to what nobody can ask for
+            if not session["id"]:  # altered to an id that cannot be requested
                 continue
             found = self._asked(case, "a session", served.ask("GET", f"{SESSIONS}/{session['id']}"))
             turns = found["turns"] if found else []
@@ -174,7 +174,7 @@ class Tester:
         return Shown(words, lists)
 
     def _asked(self, case: Case, what: str, answer: Answer) -> Any:
-        """The answer, or None if it is an honest refusal."""
+        """Return the answer, or None if it is an honest refusal."""
         if answer.status == 200:
             return answer.json
         case.refused = True
@@ -226,7 +226,7 @@ def lone_bias(artifact: Path) -> dict[str, float]:
 
 
 def far(told: list[Any], right: list[Any]) -> float:
-    """How far log probabilities are from the right ones, at most."""
+    """Return the largest difference of log probabilities from the right ones."""
     pairs = [
         p for a, b in zip(told, right, strict=False) for p in zip(a["top_logprobs"], b["top_logprobs"], strict=False)
     ]
@@ -242,7 +242,7 @@ def _copy(data: Path, to: Path) -> None:
 
 
 def looked(data: Path, folder: Path) -> Checked | None:
-    """What `ssmd session check` says of a copy; None if it cannot open it."""
+    """Return the result of `ssmd session check` on a copy; None if it cannot open it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(data, folder)
     try:
@@ -252,7 +252,7 @@ def looked(data: Path, folder: Path) -> Checked | None:
 
 
 class Complaints(logging.Handler):
-    """Within it the tracebacks that are logged are kept, and those that end a thread."""
+    """A handler that collects tracebacks that are logged meanwhile, and those that end a thread."""
 
     def __enter__(self) -> Complaints:
         self._kept: list[str] = []
@@ -272,7 +272,7 @@ class Complaints(logging.Handler):
         self._kept.append("".join(traceback.format_exception(args.exc_value))[-1500:])
 
     def taken(self) -> list[str]:
-        """Those of late, each only once."""
+        """Return the new tracebacks, each only once."""
         kept, self._kept = self._kept, []
         return kept
 
@@ -325,7 +325,7 @@ def examine(tester: Tester, rng: random.Random, folder: Path, damaged: Damaged, 
 
 
 def differences(tester: Tester, shown: Shown, damaged: Damaged, case: Case) -> list[str]:
-    """What a daemon shows of a store in which no check finds anything."""
+    """Return the differences that a daemon shows in a store in which no check finds a fault."""
     if damaged.kind == "log" and shown == tester.other:  # each page of it is in that log
         return ["another moment"]
     right = tester.shown
@@ -368,5 +368,5 @@ def mended(tester: Tester, rng: random.Random, data: Path, folder: Path, case: C
 
 
 def is_new(words: tuple[tuple[str, str], ...]) -> bool:
-    """Whether the last turn is one that the case itself asked for."""
+    """Return True if the last turn is one that the case itself requested."""
     return any(content.startswith(GO_ON) for _, content in words[-2:])

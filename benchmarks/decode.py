@@ -113,7 +113,7 @@ class Took:
             self.wall[-1].append((time.perf_counter() - began) * 1e3)
 
     def ms(self, threads: int) -> float:
-        """What the tables say, by what is true for so many threads."""
+        """Return the tables' number: the least processor time or the median wall time, by the number of threads."""
         return min(self.processor) if threads == 1 else statistics.median(map(statistics.median, self.wall))
 
 

@@ -1,5 +1,4 @@
-"""What it costs that an artifact was not made here: its template and tokenizer work in a process of their own, and its
-first load is tried in one.
+"""The cost of an artifact that was not made here: template and tokenizer run in a child process, a first load is tried.
 
     benchmarks/elsewhere.py [MODEL]     a name or a path; default: smollm2
 
@@ -50,7 +49,7 @@ def said(turns: int) -> list[Message]:
 
 
 def works(texts: Texts) -> Iterator[Callable[[], Any]]:
-    """What is timed."""
+    """Yield the timed calls."""
 
     def whole(messages: list[Message]) -> Any:
         return texts.tokenizer.ids(texts.template.render_settled(messages, now=NOW).text)

@@ -186,7 +186,7 @@ class Bench:
             model.gpu.recorder.read(model.slots.dispatches(ops, MOST), [model.logits(0)])
 
     def share(self, streams: int, seconds: float, read_gb_s: float) -> float:
-        """Which part of the bandwidth a step reaches."""
+        """Return the share of the bandwidth that a step reaches."""
         recurrent = sum(t.nbytes_at(0) for t in self.spec.recurrent)
         return (self.weights.nbytes + 2 * streams * recurrent) / seconds / 1e9 / read_gb_s
 

@@ -37,7 +37,7 @@ def quantile(values: list[float], part: float) -> float:
 
 
 class Daemon(HostProcess):
-    """Keeps what it loads."""
+    """A daemon that keeps loaded models."""
 
     def __init__(self, data_dir: Path) -> None:
         super().__init__(data_dir, "--keep-alive", "-1")
@@ -95,7 +95,7 @@ def loads(daemon: Daemon) -> None:
 
 
 def beside_a_load(daemon: Daemon) -> None:
-    """A stream while the other model is loaded and let go without end, which nobody does: the worst there is."""
+    """Measure a stream while the other model is loaded and unloaded without end: the worst case, not a real use."""
 
     def reload() -> None:
         daemon.unloaded(OTHER)
@@ -147,7 +147,10 @@ def switching(daemon: Daemon) -> None:
 
 
 def listened_to(daemon: Daemon) -> None:
-    """A stream while the metrics are streamed to many, who read them afterwards: their own work is not the daemon's."""
+    """Measure a stream while the metrics are streamed to many clients.
+
+    The clients read them afterwards, as their own work is not the daemon's.
+    """
     alone, beside = list[float](), list[float]()
     for _ in range(ROUNDS):
         alone += daemon.gaps(MODEL)

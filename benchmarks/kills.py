@@ -1,8 +1,8 @@
-"""SIGKILLs of a real `ssmd serve` under load, against a daemon that nobody kills and that gets the same turns.
+"""SIGKILLs of a real `ssmd serve` under load, against a control daemon that is not killed and gets the same turns.
 
-An episode is one data directory and some kills. Four clients ask at once; what they were told is compared at the end,
-turn by turn and to the last bit, with what the control says to the same requests. After a kill a copy of the directory
-is read: it must be sound, and have all that a client was told.
+An episode is one data directory and some kills. Four clients send requests at once. At the end their answers are
+compared, turn by turn and to the last bit, with the control's to the same requests. After a kill a copy of the
+directory is read: it must be sound, and hold every answer that a client got.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROWS = (
 
 
 class Episode:
-    """One data directory, its clients and its kills. `counts` and `failures` are what it found."""
+    """One data directory, its clients and its kills. counts, failures: its results."""
 
     def __init__(self, artifact: Path, model: str, seed: str, kills: int, folder: Path) -> None:
         self.artifact, self.kills, self.folder = artifact, kills, folder
@@ -127,7 +127,7 @@ class Episode:
             self._has_all(copy, "after a kill")
 
     def _has_all(self, data: Path, when: str) -> None:
-        """What a client was told is there once if its request had a name; what was removed is not there."""
+        """Check that confirmed turns are stored, only once if the request had a name, and removed ones are not."""
         told = [d for t in self.talkers for d in tuple(t.journal)]
         gone = {s for t in self.talkers for s in tuple(t.gone)}
         doomed = {s for t in self.talkers for s in tuple(t.doomed)}
@@ -157,7 +157,7 @@ class Episode:
                 self.failures.append(f"{when} {question!r} is there {found[question]} times, asked {most[question]}")
 
     def last_look(self) -> None:
-        """`ssmd session check` beside the living daemon, and all that the clients were told."""
+        """Run `ssmd session check` beside the running daemon, and check all turns that clients got."""
         command = [sys.executable, "-m", "ssmd", "session", "check", "--data-dir", str(self.folder / "data")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -165,7 +165,7 @@ class Episode:
         self._has_all(self.folder / "data", "at the end")
 
     def compare(self) -> None:
-        """Tell the control all that the clients said, and compare what it answers."""
+        """Send all requests of the clients to the control, and compare its answers."""
         with DaemonProcess(self.artifact, self.folder / "control", "--threads", "1") as control:
             for talker in self.talkers:
                 try:
@@ -193,7 +193,7 @@ class Episode:
 
 
 def replayed(port: int, model: str, journal: list[Done]) -> Iterator[tuple[Done, Told]]:
-    """Do to another daemon what a client did. Each turn, with what is told of it there."""
+    """Repeat a client's requests on another daemon. Yield each turn with that daemon's answer."""
     sessions: dict[str, str] = {}
     for done in journal:
         try:

@@ -25,7 +25,7 @@ _Log = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)
 
 
 class LibraryError(RuntimeError):
-    """What libllama refused, or a library of another version."""
+    """A refusal by libllama, or a library of another version."""
 
 
 class Batch(Structure):
@@ -43,7 +43,7 @@ class Batch(Structure):
 
 
 class Params(Structure):
-    """What a call is told. `DEFAULTS`: what the library's own values are where they are not 0."""
+    """The parameters of a call. DEFAULTS: the library's own values that are not 0."""
 
     DEFAULTS: ClassVar[dict[str, float]] = {}
 
@@ -149,7 +149,7 @@ class Library:
         return found
 
     def default(self, name: str, kind: type[Params]) -> Any:
-        """A struct with the library's defaults, which are all known: other ones are those of another struct."""
+        """Return a struct with the library's defaults, which are all known: other ones are those of another struct."""
         made = self.function(name, kind)()
         for field in kind._fields_:
             value, wanted = getattr(made, field[0]) or 0, kind.DEFAULTS.get(field[0], 0)

@@ -34,17 +34,17 @@ class LlamaServer(ServerProcess):
         super().__init__(command, port, folder / "llama-server.log", dict(os.environ))
 
     def producer(self) -> str:
-        """The server's build, file, context and threads, as it reports them."""
+        """Return the server's build, file, context and threads, as it reports them."""
         said = self.get("/props")[1]
         context = said["default_generation_settings"]["n_ctx"]
         return f"{said['build_info']}, {Path(said['model_path']).name}, context {context}, {self._threads} threads"
 
     def save(self, name: str) -> tuple[float, int]:
-        """(ms by the client's clock, bytes of the file)"""
+        """Save a state. Returns (ms by the client's clock, bytes of the file)."""
         return self._slot("save", name), (self._slots / name).stat().st_size
 
     def restore(self, name: str) -> float:
-        """ms by the client's clock"""
+        """Restore a state. Returns the ms by the client's clock."""
         return self._slot("restore", name)
 
     def _slot(self, action: str, name: str) -> float:

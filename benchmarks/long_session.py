@@ -66,7 +66,7 @@ class Clock:
         setattr(owner, method, call)
 
     def median(self, name: str) -> float:
-        """The median of the last turns."""
+        """Return the median of the last turns."""
         return statistics.median(self.ms[name][-REPEATS:] or [0.0])
 
 
@@ -97,7 +97,7 @@ def ask(engine: Engine, clock: Clock, messages: list[dict[str, str]], tokens: in
 
 @contextmanager
 def started(model: Path, folder: Path) -> Iterator[tuple[Engine, Writer]]:
-    """An engine with a store in a folder."""
+    """Yield an engine with a store in a folder."""
     artifact = Artifact.open(model)
     program = get_runtime(artifact.manifest.runtime).load(artifact)
     store = Store.open(folder)

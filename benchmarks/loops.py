@@ -82,7 +82,7 @@ COPIES = (
 
 
 def loops(text: str) -> bool:
-    """Whether an answer's end repeats itself."""
+    """Return True if an answer's end repeats itself."""
     tail = text.split()[-TAIL:]
     groups = [tuple(tail[i : i + GROUP]) for i in range(len(tail) - GROUP + 1)]
     return len(tail) < TAIL // 4 or len(set(groups)) <= len(groups) / 2
@@ -91,7 +91,7 @@ def loops(text: str) -> bool:
 def answers(
     daemon: DaemonProcess, model: str, prompts: Sequence[str], seeds: Sequence[int], **fields: Any
 ) -> list[tuple[str, bool]]:
-    """The answer to each prompt at each seed, and whether it was cut off."""
+    """Return the answer to each prompt at each seed, and whether it was cut off."""
 
     def answer(seed: int, number: int) -> tuple[str, bool]:
         seeded = {"seed": 1000 * seed + number, "max_tokens": LONGEST}

@@ -1,5 +1,6 @@
-"""Several models in one daemon under load: evictions without end, kills, clients that leave; nothing is lost, and the
-bits are those of a daemon that nobody disturbs.
+"""Several models in one daemon under load, with endless evictions, kills, and clients that leave.
+
+Nothing may be lost, and the bits must be those of an undisturbed daemon.
 
     benchmarks/mixed.py [--minutes N] [--models DIR] [--seed S] [--keep DIR]
 
@@ -9,8 +10,9 @@ stopped, again and again; in the second one process lives on. Afterwards a secon
 directory of its own, is told the same conversations turn by turn. The first may take no more memory than the second
 when both have let go of every model.
 
-Where two answers came the same way (the same states were gone on from, the same tokens fed, in the same calls), their
-log probabilities have to be the same to the last bit, after a `portable` resume too: both were given the same numbers.
+Two answers come the same way if they continue from the same states and the same tokens were fed in the same calls.
+Their log probabilities must then be equal to the last bit, also after a `portable` resume, as both got the same
+numbers.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ FIRST = (
 
 
 class Campaign:
-    """One run. `counts` and `failures` are what it found."""
+    """One run. counts, failures: its results."""
 
     def __init__(self, models_dir: Path, minutes: float, seed: str, folder: Path, *options: str) -> None:
         self.models_dir, self.seconds, self.seed, self.folder = models_dir, minutes * 60, seed, folder
@@ -147,7 +149,7 @@ class Campaign:
             time.sleep(0.5)
 
     def _at_rest(self, daemon: HostProcess) -> None:
-        """Nothing runs, waits, or has a model, when nobody asks any more."""
+        """Check that nothing runs, waits, or holds a model after the last request."""
         until = time.monotonic() + 20
         while (wrong := _unrest(daemon.get("/ssmd/v1/metrics")[1])) and time.monotonic() < until:
             time.sleep(0.2)
@@ -158,8 +160,10 @@ class Campaign:
             self.left_mb = self._emptied(daemon)
 
     def _tell_memory(self) -> None:
-        """What the daemon took with the same models loaded, early and late in the second half: a median of a few looks,
-        which come soon after others were let go."""
+        """Report the daemon's memory with the same models loaded, early and late in the second half.
+
+        Each is a median of a few samples, taken soon after other models were unloaded.
+        """
         found = dict[tuple[str, ...], tuple[list[float], list[float]]]()
         for at, loaded, mb in self.memory:
             part = (at / self.seconds - 0.5) / 0.5
@@ -189,7 +193,7 @@ class Campaign:
                 self.failures.append(f"the daemon's log: {line}")
 
     def _look(self, mixers: list[Mixer]) -> None:
-        """The store is sound, and has what the clients were told, word for word."""
+        """Check that the store is sound, and holds the clients' answers word for word."""
         data = self.folder / "data"
         command = [*SSMD, "session", "check", "--data-dir", str(data)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -219,7 +223,7 @@ class Campaign:
                         self.failures.append(f"{question!r}: {read!r} was read, {cut[question]!r} is stored")
 
     def _compare(self, mixers: list[Mixer]) -> None:
-        """Tell an undisturbed daemon the same, and compare what it answers."""
+        """Send the same requests to an undisturbed daemon, and compare its answers."""
         options = (*self.options, "--memory-budget", str(4 * sum(kind.nbytes for kind in self.kinds.values())))
         control = HostProcess(self.folder / "control", *options, "--keep-alive", "-1", models_dir=self.models_dir)
         with control, ThreadPoolExecutor(CLIENTS) as pool:
@@ -237,13 +241,13 @@ class Campaign:
 
 
 def _row(turn: Turn) -> dict[str, Any]:
-    """A stored turn as `is_in` looks at it."""
+    """Return a stored turn as `is_in` looks at it."""
     said = [{"role": m.role, "content": m.content} for m in (*turn.messages, turn.answer)]
     return {"id": turn.id, "parent": turn.parent, "messages": said}
 
 
 def _unrest(metrics: dict[str, Any]) -> str:
-    """What is not at rest; "" if all is."""
+    """Return the part that is not at rest; "" if all is."""
     if metrics["running"] or any(metrics["queue"].values()):
         return f"{metrics['running']} run, queue {metrics['queue']}"
     loaded = [m for m in metrics["models"] if m["state"] == "loaded" and not m["pinned"]]

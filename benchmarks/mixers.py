@@ -27,8 +27,9 @@ class Broken(Exception):
 
 @dataclass
 class Life:
-    """What clients share. port: of the daemon, or where it will be again. stopping: it was told to stop, and is not
-    back. over: end what is at hand.
+    """The state that clients share. port: the daemon's, also after its restart.
+
+    stopping: it was stopped and is not back. over: clients end their present work.
     """
 
     port: int
@@ -37,7 +38,7 @@ class Life:
 
 
 class Caller:
-    """One address that asks. `fail` is told what no client should see."""
+    """A client of one address. fail: gets errors that no client should see."""
 
     def __init__(self, address: str, rng: random.Random, life: Life, fail: Callable[[str], None]) -> None:
         self.address, self.rng, self.life, self.fail = address, rng, life, fail
@@ -115,7 +116,7 @@ class Talk:
 
 
 class Mixer(Caller):
-    """One client: conversations one after another. `journal`: the turns that it was told stored, in order.
+    """A client with conversations one after another. journal: the turns confirmed as stored, in order.
 
     begun: what was read of answers that it left, by question.
     """

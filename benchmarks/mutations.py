@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def run(copy: Path, *tests: str) -> str:
-    """The first test that failed, or ""."""
+    """Return the first test that failed, or ""."""
     around = {**os.environ, "PYTHONPATH": os.pathsep.join((str(copy), str(copy / "runtimes")))}
     command = [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{t}" for t in tests)]
     done = subprocess.run(command, cwd=copy, env=around, capture_output=True, text=True, check=False)

@@ -46,7 +46,7 @@ def head(length: int) -> bytes:
 
 
 def in_pieces(raw: bytes) -> bytes:
-    """A request whose body comes in chunks of a byte each."""
+    """Return a request whose body comes in chunks of a byte each."""
     start = head(0).replace(b"content-length: 0", b"transfer-encoding: chunked")
     return start + b"".join(b"1\r\n%c\r\n" % one for one in raw) + b"0\r\n\r\n"
 
@@ -57,7 +57,7 @@ def body(content: str, **fields: object) -> bytes:
 
 
 def honest_gaps_ms(port: int) -> list[float]:
-    """The gaps of a stream, from its first delta on."""
+    """Return the gaps of a stream, from its first delta on."""
     raw = body("Tell a long story of a lighthouse and its keeper.", max_tokens=TOKENS, temperature=0, store=False)
     arrived: list[float] = []
     with connect(port, HONEST) as one:
@@ -173,7 +173,7 @@ def main() -> None:
 
 
 def until_idle(daemon: DaemonProcess) -> None:
-    """Wait until nothing is left of what the others asked."""
+    """Wait until the others' requests have ended."""
     quiet = 0
     while quiet < 5:
         time.sleep(0.5)
@@ -189,7 +189,7 @@ def processor_s(daemon: DaemonProcess) -> float:
 
 
 def refusals(folder: Path) -> None:
-    """What it costs to refuse while the queue is full, beyond what the answers under way take."""
+    """Measure the cost of refusals while the queue is full, beyond that of the running answers."""
     with DaemonProcess(
         MODEL, folder / "full", "--max-running", "1", "--max-queue", "1", "--no-store", "--threads", "1"
     ) as daemon:

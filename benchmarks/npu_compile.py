@@ -1,8 +1,8 @@
 """Graphs for the NPU given to the NPU's own compiler, which needs no NPU (docs/npu.md, docs/notes/xamba.md).
 
-    benchmarks/npu_compile.py tiny [NAME…] [--platforms 4000,3720,5010]    tests' tiny models, built by `ssmd build`
-    benchmarks/npu_compile.py artifact FOLDER… [--platforms …]             artifacts that are there
-    benchmarks/npu_compile.py xamba [--platforms …]                        the block of benchmarks/xamba.py in its forms
+    benchmarks/npu_compile.py tiny [NAME…] [--platforms 4000,3720,5010]    tests' tiny models, built by `ssmd build`.
+    benchmarks/npu_compile.py artifact FOLDER… [--platforms …]             existing artifacts.
+    benchmarks/npu_compile.py xamba [--platforms …]                        the forms of benchmarks/xamba.py's block.
 
 OpenVINO's package for Windows has that compiler, the one for Linux has not. So it runs under Wine:
 apt install wine64 wine gcc-mingw-w64-x86-64. The package comes by pip, of the version that is installed here. All stays
@@ -41,7 +41,7 @@ XAMBA = (64, 256)  # segments of ActiBA besides those of the block's own forms
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one compile: seconds of the processor and bytes, or why there is none."""
+    """The result of one compile: seconds of the processor and bytes, or the reason of a failure."""
 
     seconds: float = 0.0
     nbytes: int = 0
@@ -105,7 +105,7 @@ def _processor_s() -> float:
 
 
 def _windows(path: Path) -> str:
-    """A path as Wine shows it to a program."""
+    """Return a path as Wine shows it to a program."""
     return "Z:" + str(path.resolve()).replace("/", "\\")
 
 
@@ -129,7 +129,7 @@ def tiny(compiler: Compiler, folder: Path, names: Sequence[str], platform: str) 
 
 
 def built(folder: Path, name: str) -> Path:
-    """The NPU artifact of a tiny model, built by the command that a user types."""
+    """Return the NPU artifact of a tiny model, built by the command that a user types."""
     artifact = folder / "models" / name / "openvino-npu-f16"
     if not artifact.exists():
         source = folder / "sources" / name

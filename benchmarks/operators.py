@@ -40,7 +40,7 @@ Node = tuple[str, float]  # its operator, and the us that it took
 
 
 def step_of(program: FlatProgram, depth: int, tokens: int, streams: int) -> Step:
-    """A step of streams that stand at `depth`, which leaves them there."""
+    """Return a step of streams that stand at `depth`, which leaves them there."""
     handle, at = program.new_state(), 0
     for n in buckets.plan(depth, program.buckets):
         program.prefill(handle, [1 + i % 100 for i in range(at, at + n)])

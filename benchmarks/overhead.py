@@ -1,4 +1,4 @@
-"""What the daemon adds to the runtime's own step, as its client sees it.
+"""The daemon's overhead beside the runtime's own step, as its client sees it.
 
 benchmarks/overhead.py [MODEL]     an artifact's name or path; default: smollm2
 """
@@ -32,7 +32,7 @@ PROMPT = 200
 
 
 def bare_gaps_ms(program: Program) -> list[float]:
-    """The loop with nothing around it: decode and argmax, from the same position as the daemon's stream."""
+    """Return the gaps of a bare loop: decode and argmax, from the same position as the daemon's stream."""
     handle = program.new_state()
     token, gaps = 1, []
     for start in range(0, PROMPT, max(program.buckets)):
@@ -67,7 +67,7 @@ def arrivals_ms(daemon: DaemonProcess, body: dict[str, Any]) -> tuple[list[float
 
 
 def save_ms(program: Program) -> float:
-    """What a checkpoint takes from the token path at a position of about 1,500."""
+    """Return the ms that a checkpoint takes in the token path, at a position of about 1,500."""
     handle, times = program.new_state(), []
     for _ in range(1500 // max(program.buckets)):
         program.prefill(handle, [1 + i % 100 for i in range(max(program.buckets))])

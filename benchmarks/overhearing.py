@@ -1,4 +1,4 @@
-"""A proxy in front of a daemon that keeps what its clients ask, and what they are told of it."""
+"""A proxy in front of a daemon, which records its clients' requests and the fields that the daemon ignored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Proxy:
         self.port = port
 
     def taken(self) -> list[Exchange]:
-        """What was asked since this was last called; questions without a body are left out."""
+        """Return the requests since the last call, without those that have no body."""
         found = self._exchanges.copy()
         del self._exchanges[: len(found)]
         return found

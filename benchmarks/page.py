@@ -1,4 +1,4 @@
-"""What the page takes in a real browser: until it can be used, from a token to its drawing, while 500 turns scroll.
+"""The page's times in a real browser: until it can be used, from a token to its drawing, while 500 turns scroll.
 
 benchmarks/page.py     prints the tables of docs/page.md. No model computes: a stream that is replayed takes its place.
 """
@@ -61,7 +61,7 @@ new MutationObserver(() => {
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address of a daemon in a process of its own."""
+    """Yield the address of a daemon in a process of its own."""
     (folder / "data").mkdir(mode=0o700)
     talk.fill(folder / "data", "ses_long", TURNS)
     with subprocess.Popen([sys.executable, __file__, "--serve", str(folder)], stdout=subprocess.PIPE, text=True) as one:
@@ -91,7 +91,7 @@ def serve(folder: Path) -> None:
 
 
 async def replayed(request: Request) -> StreamingResponse:
-    """An answer of Markdown, a word at a time."""
+    """Stream an answer of Markdown, a word at a time."""
     words = re.findall(r"\S+\s*", " ".join(talk.ANSWERS[:3]))  # each changes what is drawn; of a table not all do
 
     def event(delta: dict[str, str], reason: str | None = None) -> bytes:

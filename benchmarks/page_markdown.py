@@ -1,4 +1,4 @@
-"""How many examples of Markdown's specifications the page draws as they say, in a real Chromium.
+"""The share of examples in Markdown's specifications that the page draws correctly, in a real Chromium.
 
 benchmarks/page_markdown.py SPEC…     prints a row for each spec.txt: CommonMark's (npm's commonmark-spec), cmark-gfm's
 """

@@ -100,7 +100,7 @@ def at_work(browser: Any, one: DaemonProcess, scheme: str, size: str) -> None:
 
 
 def opened(browser: Any, one: DaemonProcess, scheme: str, size: str) -> Window:
-    """A window of its own profile."""
+    """Return a window of its own profile."""
     width, height = SIZES[size]
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     return Window(context, f"http://127.0.0.1:{one.port}")

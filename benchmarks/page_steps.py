@@ -1,4 +1,4 @@
-"""What the page's tests go through in a real Chromium, and how each step ended.
+"""The steps of the page's tests in a real Chromium, with the result of each.
 
 benchmarks/page_steps.py     runs them (scripts/test --ui sets up what they need) and prints the table of docs/page.md
 """

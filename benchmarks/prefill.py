@@ -44,7 +44,7 @@ def ours(program: Program, ids: list[int]) -> tuple[float, float]:
 
 
 def theirs(server: LlamaServer, ids: list[int]) -> tuple[float, float]:
-    """The same, as it says itself."""
+    """Return the same times of llama.cpp's server, as it reports them."""
     asked = {"prompt": ids, "n_predict": STEPS, "ignore_eos": True, "cache_prompt": False}
     said = server.post("/completion", asked)["timings"]
     if said["prompt_n"] != len(ids) or said["predicted_n"] != STEPS:

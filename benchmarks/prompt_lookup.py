@@ -22,12 +22,12 @@ class Step(NamedTuple):
 
 
 def price(steps: Sequence[Step], prices: Prices) -> float:
-    """What the steps cost, in decode steps."""
+    """Return the cost of the steps, in decode steps."""
     return sum(1.0 if rows == 1 else prices[min(n for n in prices if n >= rows)] for rows, _ in steps)
 
 
 def matches(text: Sequence[int]) -> list[tuple[int, int]]:
-    """How many tokens at the end of text[:i] stand earlier, too, and where they end there, for each i."""
+    """Return, for each i, how many tokens at the end of text[:i] also stand earlier, and where they end there."""
     seen: dict[tuple[int, ...], int] = {}
     found = []
     for i in range(len(text) + 1):
@@ -40,7 +40,7 @@ def matches(text: Sequence[int]) -> list[tuple[int, int]]:
 def steps(
     prompt: Sequence[int], answer: Sequence[int], shortest: int, most: int, brake: Prices | None = None
 ) -> list[Step]:
-    """The steps that give an answer after its first token, which the prompt gives.
+    """Return the steps that give an answer after its first token, which the prompt gives.
 
     Drafts have `most` tokens at most and follow matches of `shortest` or more. `brake`: nothing is drafted where that
     could cost more than LOSS of the steps up to there, at these prices.

@@ -1,4 +1,4 @@
-"""What rounding costs, plain and rotated: weights and activations rounded as XNNPACK does, in PyTorch.
+"""The cost of rounding, plain and rotated: weights and activations rounded as XNNPACK does, in PyTorch.
 
     python benchmarks/quantization.py [FOLDER] [--totals]    a source checkpoint; default: SmolLM2 out of its package
     python benchmarks/quantization.py [FOLDER] --int4        ways to 4 bits: bytes, and what they cost
@@ -193,7 +193,7 @@ def cost(
 
 
 def inputs_of(form: FlatModule, pieces: Pieces) -> dict[str, Tensor]:
-    """The products of a matrix' inputs with one another, summed over all tokens, by its name."""
+    """Return the products of a matrix' inputs with one another, summed over all tokens, by its name."""
     names, found = {p.data_ptr(): n for n, p in form.named_parameters()}, dict[str, Tensor]()
 
     def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

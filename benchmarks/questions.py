@@ -48,12 +48,12 @@ def words(text: str) -> list[str]:
 
 
 def has(text: Sequence[str], phrase: Sequence[str]) -> bool:
-    """Return whether words stand in a text one after another."""
+    """Return True if words stand in a text one after another."""
     return any(list(text[i : i + len(phrase)]) == list(phrase) for i in range(len(text)))
 
 
 def right(question: str, expected: str, kind: Sequence[str], sentence: str) -> bool:
-    """Return whether a first sentence answers its question, by the rule above."""
+    """Return True if a first sentence answers its question, by the rule above."""
     said, asked = words(sentence), words(question)
     others = [words(other) for other in kind if other != expected and not has(asked, words(other))]
     if expected.isdigit():

@@ -1,4 +1,4 @@
-"""What refitting costs: seconds of one core and the most memory, for a source checkpoint and every graph that fits it.
+"""The cost of refitting: seconds of one core and the most memory, for a source checkpoint and every graph that fits it.
 
     python benchmarks/refit.py FOLDER [--times N]
 

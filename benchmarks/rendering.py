@@ -1,4 +1,4 @@
-"""What reading and rendering a whole conversation costs before anything is looked up, at 50 turns and at 5,000.
+"""The cost of reading and rendering a whole conversation before any look-up, at 50 turns and at 5,000.
 
     benchmarks/rendering.py [TURNS…]     default: 50 5000
 
@@ -44,7 +44,7 @@ def cpu_ms(work: Callable[[], Any]) -> float:
 
 
 def body(turns: int) -> bytes:
-    """The request that asks the last of so many questions."""
+    """Return the request that asks the last of so many questions."""
     said = [{"role": ("user", "assistant")[i % 2], "content": f"{i} " + "word " * 40} for i in range(2 * turns - 1)]
     return json.dumps({"model": "m", "messages": said}).encode()
 

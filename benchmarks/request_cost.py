@@ -1,4 +1,4 @@
-"""What a request takes beside the model: from its first byte to the answer's last, less what the model computed.
+"""The time of a request beside the model: from its first byte to the answer's last, less the model's computation.
 
     benchmarks/request_cost.py [MODEL]     an artifact's name or path; default: smollm2
 
@@ -42,7 +42,7 @@ KINDS: dict[str, Fields] = {
 
 
 def asked(connection: http.client.HTTPConnection, body: Fields) -> tuple[float, float]:
-    """How long a request took beside the model, in ms: before its first token, and in all."""
+    """Send a request. Returns its ms beside the model: (before its first token, in all)."""
     raw = json.dumps(body)
     started = time.perf_counter()
     connection.request("POST", "/v1/chat/completions", raw, {"content-type": "application/json"})
@@ -67,7 +67,7 @@ def main(name: str, requests: int) -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as at, DaemonProcess(artifact, Path(at) / "data") as daemon:
         model = daemon.get("/v1/models")[1]["data"][0]["id"]
-        time.sleep(3)  # what is made when nobody asks
+        time.sleep(3)  # for the daemon's idle work
         for kind, fields in KINDS.items():
             for store in (False, True):
                 found = []

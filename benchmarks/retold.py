@@ -1,6 +1,4 @@
-"""Conversations with several models, told again to a daemon that nobody disturbs: which answers have to have the same
-bits, and whether they do.
-"""
+"""Conversations with several models, repeated on an undisturbed daemon, and a check of answers that must be equal."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ class Kind:
 
 
 def retold(port: int, journal: Sequence[Done], kinds: Mapping[str, Kind]) -> tuple[Counter[str], list[str]]:
-    """Tell the daemon at `port` what a client told another one; what of the answers was counted, and is wrong."""
+    """Repeat a client's requests on the daemon at `port`. Returns counts of the answers, and the wrong ones."""
     counts, failures = Counter[str](), list[str]()
     talks = {done.talk for done in journal}
     counts["conversations"] = len(talks)
@@ -58,7 +56,7 @@ def retold(port: int, journal: Sequence[Done], kinds: Mapping[str, Kind]) -> tup
 
 
 def _way(told: Told) -> tuple[Any, ...]:
-    """From where an answer's prompt was read, which says by which calls."""
+    """Return where the reading of an answer's prompt began, which determines its calls."""
     return told.resume, told.cached, told.prompt
 
 
@@ -68,7 +66,7 @@ def _difference(told: Told, other: Told) -> float:
 
 
 def _again(port: int, journal: Sequence[Done]) -> Iterator[tuple[Done, Told]]:
-    """Each turn again, with what another daemon says to it."""
+    """Yield each turn with another daemon's answer to it."""
     for done in journal:
         fields = {name: value for name, value in done.fields.items() if name != "keep_alive"}
         answer = ask(port, "POST", CHAT, body_of("", done.messages, fields))

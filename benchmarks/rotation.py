@@ -1,4 +1,4 @@
-"""What int8 loses in each runtime, plain and with rotated weights, and how long both take, in turn in one process.
+"""The loss of int8 in each runtime, plain and with rotated weights, and the time of both, in turn in one process.
 
     python benchmarks/rotation.py [RUNTIME…] [--source FOLDER] [--tokens N] [--no-times]     default: litert openvino
 
@@ -72,7 +72,7 @@ def rows(program: Program, tokens: Sequence[int]) -> NDArray[np.float32]:
 
 
 def losses(programs: Sequence[Made], source: Source, pieces: Sequence[Sequence[int]]) -> list[list[str]]:
-    """Perplexity and its change, KL and the share of equal favourites, of each program over all pieces."""
+    """Return perplexity and its change, KL and the share of equal favourites, of each program over all pieces."""
     family = family_of(source.config)
     config = family.parse(source.config)
     module = author(family, config, {n: b(source) for n, b in family.bindings(config).items()}, CONTEXT)
@@ -98,7 +98,7 @@ def _summed(pieces: Sequence[tuple[int, dict[str, float]]]) -> list[str]:
 
 
 def times(programs: Sequence[Made]) -> list[tuple[float, float]]:
-    """Medians in turn, ms: a decode step and a prefill of PREFILL tokens."""
+    """Return medians in turn, ms: a decode step and a prefill of PREFILL tokens."""
 
     def one(program: Program) -> tuple[float, float]:
         handle = program.new_state()

@@ -74,7 +74,7 @@ class Watched:
 
 
 def share_ms(program: Program, watch: Watched) -> float:
-    """What a decode step takes beyond the graph's call, ms: the median of single steps."""
+    """Return the ms of a decode step beyond the graph's call, the median of single steps."""
     handle, shares = program.new_state(), []
     program.prefill(handle, [1] * 16)
     for i in range(STEPS):

@@ -51,7 +51,7 @@ def logits_of(shape: str, vocabulary: int) -> NDArray[np.float32]:
 
 
 def median_us(sampler: Sampler, logits: NDArray[np.float32], draws: int) -> tuple[float, float]:
-    """Median and 95th percentile of one sample."""
+    """Return the median and 95th percentile of one sample."""
     times = []
     for _ in range(draws):
         start = time.perf_counter_ns()

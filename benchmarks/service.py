@@ -1,4 +1,4 @@
-"""What a daemon costs that the system starts and nobody asks: memory and wake-ups; and how soon it answers when asked.
+"""The cost of an idle daemon that the system starts (memory and wake-ups), and the time of its first answer.
 
 benchmarks/service.py [MODEL]     an installed model, default smollm2; it alone is served, loaded when it is asked for,
                                   against `ssmd serve MODEL`, which loads it at the start; in turn
@@ -27,7 +27,7 @@ WATCHED_S = 60.0
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 WAITS = re.compile(
     r"\b(epoll_p?wait2?|futex|p?poll|p?select6?|clock_nanosleep|restart_syscall)"
-    r"\((?!.*(?:, 0\) |_WAKE))"  # no looks without a wait, and nobody woken
+    r"\((?!.*(?:, 0\) |_WAKE))"  # no polls without a wait, and no calls that wake a thread
 )
 
 
@@ -74,7 +74,7 @@ def to_first_token(server: ServerProcess) -> tuple[float, float]:
 
 
 def idle(folder: Path, watched_s: float) -> None:
-    """Print what a daemon takes while nobody asks it."""
+    """Print the memory and wake-ups of an idle daemon."""
     with HostProcess(folder / "idle", models_dir=folder / "models") as daemon:
         assert daemon.process is not None
         time.sleep(min(SETTLE_S, watched_s))
@@ -92,13 +92,13 @@ def idle(folder: Path, watched_s: float) -> None:
 
 
 def switches(pid: int) -> int:
-    """How often the threads of a process went to sleep so far."""
+    """Return how often the threads of a process went to sleep so far."""
     texts = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/status")]
     return sum(int(n) for text in texts for n in re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.MULTILINE))
 
 
 def traced(pid: int, watched_s: float) -> collections.Counter[str]:
-    """How many waits of which system call there were meanwhile, without those that look and do not wait."""
+    """Count the waits by system call in this time, without calls that poll and do not wait."""
     command = ["timeout", str(watched_s), "strace", "-f", "-qq", "-p", str(pid)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return collections.Counter(WAITS.findall(done.stderr))

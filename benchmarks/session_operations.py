@@ -1,4 +1,4 @@
-"""What a conversation costs to take up again: append, regenerate, edit, another one and back, fork; killed before each.
+"""The cost of continuing a conversation: append, regenerate, edit, another one and back, fork; killed before each.
 
 For each history: SIGKILL, restart, a second of rest, the request. TTFT by the client's clock, beside the bare runtime's
 time for the tokens that were fed, measured in the same run: what is left is what resuming costs.

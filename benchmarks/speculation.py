@@ -1,4 +1,4 @@
-"""What drafts by prompt lookup would gain: the steps counted that they would save of answers generated without them.
+"""The gain of drafts by prompt lookup: the steps that they would save, counted on answers generated without them.
 
     benchmarks/speculation.py ARTIFACT [OTHER…]     folders; of others, built with other --buckets, prices alone
 
@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def loops(self) -> bool:
-        """Whether its end, 32 tokens or more, is what stands before it again."""
+        """True if its last 32 or more tokens repeat those before them."""
         lengths = ((max(n, 32), n) for n in range(1, len(self.tokens)))
         return any(self.tokens[-m:] == self.tokens[-m - n : -n] for m, n in lengths if m + n <= len(self.tokens))
 
@@ -80,7 +80,7 @@ def generate(program: Program, answer: Answer, sampler: Sampler, stops: Sequence
 
 
 def verify(program: Program, answer: Answer) -> Iterator[Logits]:
-    """The same logits from the third on, as steps of 2 to 4 rows give them on a state that steps of 3 made."""
+    """Yield the same logits from the third on, as steps of 2 to 4 rows give them on a state that steps of 3 made."""
     handle, fed = read(program, answer.prompt)[0], 0
     for i in range(2, len(answer.tokens)):
         if i - fed > 4:

@@ -1,4 +1,4 @@
-"""What a schema costs a token, and what is saved where it leaves no choice: an engine's own steps, in turn in one run.
+"""The cost of a schema per token, and the gain where it leaves no choice: an engine's own steps, in turn in one run.
 
     benchmarks/structured.py [MODEL…]     artifacts' names or paths; default: smollm2 granite-4.0-h-350m
 
@@ -50,7 +50,7 @@ TOOL: dict[str, Any] = {
 
 
 def times_of(engine: Engine, schema: dict[str, Any] | None, seed: int) -> tuple[list[float], float]:
-    """When each token was known, in ms, and how long the whole answer took after the first."""
+    """Return the ms at which each token was known, and the time of the whole answer after the first."""
     ended, error = threading.Event(), list[Failed]()
 
     def deliver(event: Event) -> None:
@@ -73,7 +73,7 @@ def times_of(engine: Engine, schema: dict[str, Any] | None, seed: int) -> tuple[
 
 
 def gaps_of(times: Sequence[float]) -> tuple[list[float], list[tuple[int, float]]]:
-    """The times between drawn tokens, and of each run of tokens that was fed at once how many and how long."""
+    """Return the times between drawn tokens, and (tokens, time) of each run of tokens that was fed at once."""
     drawn, runs, behind = [], [], 0
     for before, now in pairwise(times):
         if now == before:
@@ -87,7 +87,7 @@ def gaps_of(times: Sequence[float]) -> tuple[list[float], list[tuple[int, float]
 
 
 def measure(artifact: Artifact, rounds: int) -> tuple[str, str]:
-    """A row of each table."""
+    """Return a row of each table."""
     program = get_runtime(artifact.manifest.runtime).load(artifact)
     engine = Engine(artifact, program, None, metrics=Metrics().of(artifact.manifest.name))
     engine.start()

@@ -1,4 +1,4 @@
-"""Clients that talk to a daemon which may die at any moment, and remember what they were told."""
+"""Clients of a daemon that may be killed at any moment, which remember its answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Answer:
 def ask(
     port: int, method: str, path: str, body: dict[str, Any] | bytes | None = None, headers: dict[str, str] | None = None
 ) -> Answer:
-    """Raises Dead unless the answer came to its end."""
+    """Send a request, and return its answer. Raises Dead unless the answer came to its end."""
     raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -71,7 +71,7 @@ def ask(
 
 @dataclass(frozen=True)
 class Told:
-    """What a client was told of a turn. tokens: (token, log probability, the 20 first) of each."""
+    """An answer as a client got it. tokens: (token, log probability, the 20 first) of each."""
 
     text: str
     tokens: list[Any]
@@ -84,7 +84,7 @@ class Told:
 
 
 def told_by(body: bytes, streamed: bool) -> Told:
-    """Raises Dead if a stream broke off, ValueError if it tells of an error."""
+    """Read an answer's body. Raises Dead if a stream broke off, ValueError if it reports an error."""
     if streamed:
         events = [e.removeprefix(b"data: ") for e in body.split(b"\n\n") if e]
         if not events or events[-1] != b"[DONE]":
@@ -131,7 +131,7 @@ class Talk:
 
 @dataclass(frozen=True)
 class Done:
-    """Something that a client did, and was told done. attempts: of which all but one died with the daemon."""
+    """A client's confirmed action. attempts: all but the last one failed with a killed daemon."""
 
     what: str  # "turn", "fork", "delete"
     talk: str
@@ -145,12 +145,12 @@ class Done:
 
     @property
     def question(self) -> str:
-        """What was asked: no two turns have the same, but for those that answer it anew."""
+        """The question: no two turns have the same one, except those that answer it again."""
         return self.messages[-1]["content"] if self.messages else ""
 
 
 class Line:
-    """The way to the daemon: `port` of the one that lives, and who waits for the next. bias: of all answers."""
+    """The connection to the daemon. port: the running daemon's; threads wait for the next one. bias: of all answers."""
 
     def __init__(self, model: str, bias: dict[str, float]) -> None:
         self.model, self.bias = model, bias
@@ -187,7 +187,7 @@ class Line:
 
 
 class Talker:
-    """One client. `journal`: all that it was told done. `problems`: what no client should see."""
+    """A client. journal: its confirmed actions. problems: errors that no client should see."""
 
     def __init__(self, name: str, rng: random.Random, line: Line, fail: Callable[[str], None]) -> None:
         self.name, self.rng, self.line, self.fail = name, rng, line, fail
@@ -220,7 +220,7 @@ class Talker:
             except Dead:
                 self.counts["requests that died"] += 1
                 while self.line.port == port and not self.line.over:
-                    try:  # nobody killed it?
+                    try:  # perhaps it was not killed
                         ask(port, "GET", "/health")
                         break
                     except Dead:
@@ -366,7 +366,7 @@ class Talker:
         self._look(talk)
 
     def _look(self, talk: Talk) -> None:
-        """All that the client was told of this conversation is there."""
+        """Check that all confirmed turns of this conversation are stored."""
         answer, _ = self.again(lambda port: ask(port, "GET", f"{SESSIONS}/{talk.session}"))
         if answer.status != 200 or not is_in(talk.messages, answer.json["turns"]):
             self.fail(f"{talk.number} ({talk.session}) does not have what its client was told: {answer.body!r}")
@@ -387,14 +387,14 @@ def body_of(model: str, messages: Sequence[dict[str, str]], fields: dict[str, An
 
 
 def is_whole(file: bytes) -> bool:
-    """Whether a session file has the hash that it says."""
+    """Return True if a session file has the hash that it states."""
     header = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
     said = header["__metadata__"]["sha256"]
     return bool(hashlib.sha256(file.replace(said.encode(), NO_HASH, 1)).hexdigest() == said)
 
 
 def is_in(messages: Sequence[dict[str, str]], turns: Sequence[dict[str, Any]]) -> bool:
-    """Whether some path of a session's tree is this conversation, word for word."""
+    """Return True if a path of a session's tree is this conversation, word for word."""
     said = [(m["role"], m["content"]) for m in messages]
     paths: dict[str, list[tuple[str, str]]] = {}
     for turn in turns:

@@ -3,10 +3,9 @@
     benchmarks/tool_turns.py [MODEL…]     names or paths of artifacts; default: smollm2 granite-4.0-h-350m
 
 Turns: a forced call, its result, a second call, its result, all streamed; SIGKILL and a restart before each. Another
-daemon, which nobody kills, is told the same and does not stream. Calls written otherwise: what a model that spaces its
-JSON differently, or says something beside it, costs when the result comes; at once, and after the daemon was idle. A
-schema: answers at temperature 1, each checked by jsonschema; of the first model. `scripts/test` makes the client's
-environment.
+daemon, which is not killed, gets the same requests and does not stream. Calls written otherwise: the cost of a result
+if the model spaces its JSON differently or adds text; at once, and after the daemon was idle. A schema: answers at
+temperature 1, each checked by jsonschema; of the first model. `scripts/test` makes the client's environment.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ssmd.installed import resolve
 
 Fields = dict[str, Any]
 
-IDLE_S = 3.0  # for what is read once more while nobody asks
+IDLE_S = 3.0  # time for states that an idle daemon computes again
 ANSWERS = 200
 WEATHER: Fields = {
     "type": "object",
@@ -80,7 +79,7 @@ COUNTRIES = ("France", "Peru", "Japan", "Kenya", "Norway")
 
 @dataclass(frozen=True)
 class Answer:
-    """What the client got: its message, why it ended, and what it cost."""
+    """The client's answer: its message, the reason of its end, and its cost."""
 
     message: Fields
     finish: str
@@ -142,7 +141,7 @@ class Client:
 
 
 def results(answer: Answer, *said: str) -> list[Fields]:
-    """An answer with calls as the client sends it back, and what came of each call."""
+    """Return an answer with calls as the client sends it back, and the result of each call."""
     calls = answer.message["tool_calls"]
     told = [{"role": "tool", "tool_call_id": c["id"], "content": t} for c, t in zip(calls, said, strict=True)]
     return [answer.message, *told]

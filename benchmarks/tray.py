@@ -1,4 +1,4 @@
-"""What the tray costs: its part of a core, its memory, what it adds to TBT, and its memory after a day.
+"""The cost of the tray: its part of a core, its memory, its effect on TBT, and its memory after a day.
 
     python benchmarks/tray.py [MODEL]
 

@@ -1,4 +1,4 @@
-"""What the tray shows, second by second, while its daemon is killed in the middle of an answer and started again.
+"""The tray's display, second by second, while its daemon is killed in the middle of an answer and started again.
 
     python benchmarks/tray_killed.py [MODEL]
 

@@ -66,7 +66,7 @@ def even_hinges(x: Any, function: Function, segments: int) -> Any:
 
 
 def one_run(x: Any, function: Function, segments: int) -> Any:
-    """The product's form without changes of rank."""
+    """Return the product's form without changes of rank."""
     with mock.patch.object(xamba, "TERMS", 1_000_000):
         return OURS(x, function, segments)
 

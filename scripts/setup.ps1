@@ -1,5 +1,5 @@
-# Makes .venv with the extras named, on Windows, and mends one that is half made. Quick when nothing changed; scripts/setup
-# is the same elsewhere. A line a step; pip's output goes to .cache\setup.log.
+# Makes .venv with the named extras on Windows, and repairs one that is half made. Quick if nothing changed. On other
+# systems scripts/setup does the same. It prints a line for each step. pip's output goes to .cache\setup.log.
 #   powershell -ExecutionPolicy Bypass -File scripts\setup.ps1 [EXTRA ...]      default: litert
 param([Parameter(ValueFromRemainingArguments = $true)] [string[]] $Extras = @("litert"))
 $ErrorActionPreference = "Stop"

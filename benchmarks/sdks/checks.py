@@ -40,7 +40,7 @@ def run() -> None:
 
 
 def resumed(least: int = 1) -> None:
-    """Fails unless the last answer went on from a kept state, at `least` tokens."""
+    """Fail unless the last answer continued from a kept state of at least `least` tokens."""
     with urllib.request.urlopen(f"{URL}/ssmd/v1/metrics", timeout=30) as answer:
         last: dict[str, Any] = json.load(answer)["recent"][-1]
     assert last["cached_tokens"] >= least, f"{last['cached_tokens']} of {last['prompt_tokens']} tokens were cached"

@@ -29,7 +29,7 @@ CALL = '<tool_call>\n{"name": "llm_version", "arguments": {}}\n</tool_call>'
 
 
 def llm(*arguments: str) -> str:
-    """What the command printed. Raises with what it said if it failed."""
+    """Run the command, and return its output. Raises, with its errors, if it failed."""
     command = [str(Path(sys.executable).with_name("llm")), *arguments]
     environment = {**os.environ, "LLM_USER_PATH": HOME.name, "OPENAI_API_KEY": "none"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

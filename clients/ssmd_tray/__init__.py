@@ -1,1 +1,1 @@
-"""The desktop's tray shows what the daemon does. What needs Qt lies in `qt/`; all else is tested without a display."""
+"""The desktop's tray, which shows the daemon's work. Code with Qt is in `qt/`; the rest is tested without a display."""

@@ -1,5 +1,6 @@
-"""What the tray has a daemon do. Each takes the data directory, and returns what to say of it; each raises DaemonError
-with what to do where it fails. All but `page` work at a socket as at a port.
+"""The tray's actions on a daemon. Each takes the data directory, and returns a message for the user.
+
+Each raises DaemonError, which says what to do. All but `page` work over a socket as well as over a port.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from ssmd_tray.view import plain
 _LOAD_S = 600.0  # a large model, or one that is tried first
 _TICKET = re.compile(r"[A-Za-z0-9_.~-]{16,512}", re.ASCII)
 _GONE = "request_not_found"
-_one_at_a_time = threading.Lock()  # what starts and ends daemons: what was asked for last is how it is in the end
+_one_at_a_time = threading.Lock()  # held while a daemon is started or ended, so that the last action decides
 
 
 def stop_request(data_dir: Path, id_: str) -> str:
-    """End an answer; what was said of it is kept."""
+    """End an answer. Its text so far is kept."""
     client = _client(data_dir)
     try:
         client.send("POST", f"/ssmd/v1/requests/{quote(id_, safe='')}/stop")
@@ -46,7 +47,7 @@ def load(data_dir: Path, model: str) -> str:
 
 
 def unload(data_dir: Path, model: str) -> str:
-    """Let a model go once it answers nobody."""
+    """Unload a model once it has no requests."""
     row = _client(data_dir).send("POST", _model(model, "/unload"))
     gone = isinstance(row, dict) and row.get("state") == "unloaded"
     return f"{plain(model)} is not loaded any more" if gone else f"{plain(model)} goes when it answers nobody any more"
@@ -59,7 +60,7 @@ def pin(data_dir: Path, model: str, pinned: bool) -> str:
 
 
 def page(data_dir: Path) -> str:
-    """The address of the daemon's page, with a ticket that signs in once and within a minute."""
+    """Return the address of the daemon's page, with a ticket that signs in once and within a minute."""
     client = _client(data_dir)
     if client.address.url is None:
         raise DaemonError("the daemon listens at a socket alone; the page needs a port: start it without --socket")
@@ -76,10 +77,10 @@ def page(data_dir: Path) -> str:
 
 
 def start(data_dir: Path, url: str | None = None) -> str:
-    """Start a daemon that serves what is installed; returns when it answers.
+    """Start a daemon that serves the installed models. Returns when it answers.
 
-    url: where the last one was, None if none was seen or it had no port. The new one takes its port, so that pages
-    that are open find it again; any other port if that one is taken.
+    url: the last daemon's address; None if none was seen or it had no port. The new one takes its port, so that open
+    pages find it again, or another port if that one is taken.
     """
     port = None if url is None else urlsplit(url).port
     with _one_at_a_time:
@@ -89,7 +90,7 @@ def start(data_dir: Path, url: str | None = None) -> str:
 
 
 def _is_free(port: int) -> bool:
-    """Return whether a daemon can listen at a port of the loopback address."""
+    """Return True if a daemon can listen at a port of the loopback address."""
     with socket.socket() as one:
         if sys.platform != "win32":  # there it would bind beside the program that listens
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,7 +110,7 @@ def stop(data_dir: Path) -> str:
 
 
 def restart(data_dir: Path) -> str:
-    """End the daemon and start it again, as it was started where the system tells how."""
+    """End the daemon and start it again with the same command, if the system reports that."""
     with _one_at_a_time:
         client = _client(data_dir)
         command = starting.command_of(client.address.pid) or starting.usual(data_dir)

@@ -13,7 +13,7 @@ MOST = 8  # at once
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an action. key: which it was; words: for people, or what it returned."""
+    """The result of an action. key: the action's. words: a message for the user, or the returned value."""
 
     key: str
     words: str
@@ -21,7 +21,7 @@ class Outcome:
 
 
 class Doing:
-    """Runs actions, and tells in their threads what came of each."""
+    """A runner of actions, each in a thread, which reports its result there."""
 
     def __init__(self, told: Callable[[Outcome], None]) -> None:
         self._told = told
@@ -29,7 +29,7 @@ class Doing:
         self._busy: set[str] = set()
 
     def busy(self, key: str) -> bool:
-        """Whether an action is under way."""
+        """Return True if an action is running."""
         with self._lock:
             return key in self._busy
 

@@ -1,4 +1,4 @@
-"""What a quantity was in the last minutes: a value for each second in which some came, for a line to be drawn."""
+"""The values of a quantity in the last minutes, one for each second with values, for drawing a line."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ SPAN_S = 300  # as the percentiles of the metrics
 
 @dataclass(frozen=True)
 class Point:
-    """The mean of what came in a second. age_s: how long ago that is."""
+    """The mean of the values of a second. age_s: the second's age."""
 
     age_s: float
     ms: float
 
 
 class History:
-    """The values of one of the metrics' series since somebody watches. Bounded: a point a second, five minutes."""
+    """The values of one of the metrics' series since the tray watches it: a point a second, for five minutes."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[int, float, int]] = deque(maxlen=SPAN_S)  # second, sum and count
         self._seen: float | None = None  # how many values there were since the daemon's start
 
     def add(self, series: Mapping[str, Any], at: float) -> None:
-        """Take in what a series has that it had not before. at: seconds of the monotonic clock."""
+        """Take in the new values of a series. at: seconds of the monotonic clock."""
         count = said.number(said.of(series, "since_start").get("n"))
         before, self._seen = self._seen, count
         if count is None or before is None or count <= before:
@@ -45,10 +45,10 @@ class History:
         self._points.append((second, total, n))
 
     def restart(self) -> None:
-        """Another daemon counts anew; the line goes on."""
+        """Note that another daemon counts from 0 again. The line continues."""
         self._seen = 0.0
 
     def points(self, now: float) -> tuple[Point, ...]:
-        """The oldest first."""
+        """Return the points, the oldest first."""
         found = (Point(max(0.0, now - second), total / n) for second, total, n in self._points)
         return tuple(point for point in found if point.age_s <= SPAN_S)

@@ -1,5 +1,6 @@
-"""Starting the tray at login: a file in the place where each desktop looks for such. Only Linux's was ever tried; what
-macOS and Windows get is text that nobody has run there.
+"""The start of the tray at login, by a file where each desktop looks for one.
+
+Only Linux's file was tested on a desktop; those of macOS and Windows were never run there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _RESERVED = set(" \t\n\"'\\><~|&;$*?#()`")  # of the Desktop Entry Specification
 
 @dataclass(frozen=True)
 class Item:
-    """What is to stand in a file so that a desktop starts the tray. tried: whether that was ever seen to work."""
+    """A file, with its text, by which a desktop starts the tray. tried: it was tested on such a desktop."""
 
     path: Path
     text: str
@@ -26,23 +27,23 @@ class Item:
 
     @property
     def enabled(self) -> bool:
-        """Whether it is there, for whatever installation of ssmd."""
+        """Return True if the file exists, for any installation of ssmd."""
         return self.path.is_file()
 
     def enable(self) -> None:
-        """Raises OSError."""
+        """Write the file. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f".{self.path.name}-new")
         new.write_text(self.text, encoding="utf-8")
         new.replace(self.path)
 
     def disable(self) -> None:
-        """Raises OSError."""
+        """Remove the file. Raises OSError."""
         self.path.unlink(missing_ok=True)
 
 
 def item(data_dir: Path | None, system: str = sys.platform, variables: Mapping[str, str] = os.environ) -> Item:
-    """What starts this installation's tray. system: as `sys.platform` names it; data_dir: None for the usual one."""
+    """Return the item that starts this installation's tray. system: as `sys.platform`. data_dir: None: the default."""
     more = () if data_dir is None else ("--data-dir", str(data_dir))
     command = (sys.executable, "-m", "ssmd", "tray", "--at-login", *more)
     home = Path(variables.get("HOME") or Path.home())
@@ -57,7 +58,7 @@ def item(data_dir: Path | None, system: str = sys.platform, variables: Mapping[s
 
 
 def desktop_entry(command: tuple[str, ...]) -> str:
-    """An entry of XDG autostart."""
+    """Return the text of an XDG autostart entry."""
     return (
         "[Desktop Entry]\n"
         "Type=Application\n"
@@ -70,7 +71,7 @@ def desktop_entry(command: tuple[str, ...]) -> str:
 
 
 def _quoted(argument: str) -> str:
-    """An argument as the Desktop Entry Specification has it: quoted, then escaped as any value is."""
+    """Return an argument in the form of the Desktop Entry Specification: quoted, then escaped as any value."""
     text = argument.replace("%", "%%")
     if not _RESERVED.isdisjoint(text):
         text = '"' + "".join(f"\\{c}" if c in '"`$\\' else c for c in text) + '"'
@@ -78,12 +79,12 @@ def _quoted(argument: str) -> str:
 
 
 def launch_agent(command: tuple[str, ...]) -> str:
-    """A LaunchAgent of macOS."""
+    """Return the text of a LaunchAgent of macOS."""
     return plistlib.dumps({"Label": LABEL, "ProgramArguments": list(command), "RunAtLoad": True}).decode()
 
 
 def startup_script(command: tuple[str, ...]) -> str:
-    """A script for Windows' Startup folder, which opens no console that stays."""
+    """Return a script for Windows' Startup folder that leaves no console open."""
     windowless = (
         command[0].removesuffix("python.exe") + "pythonw.exe" if command[0].endswith("python.exe") else command[0]
     )

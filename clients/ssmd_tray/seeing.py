@@ -1,4 +1,4 @@
-"""From what was seen of a daemon to what is shown of it."""
+"""The conversion from a sight of a daemon to the tray's view."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REASONS = {  # docs/http-daemon.md, Health
 
 
 class Seeing:
-    """Keeps what a view needs of before: the lines of the last minutes. clock: seconds since 1970."""
+    """The converter, which keeps the lines of the last minutes for views. clock: seconds since 1970."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -34,7 +34,7 @@ class Seeing:
         self._of: tuple[int, float] | None = None  # process and start of the daemon that counts
 
     def view(self, sight: Sight) -> View:
-        """What is shown of a sight. Never raises, whatever the daemon said."""
+        """Return the view of a sight. Never raises, for any answer of the daemon."""
         found = sight.found
         if found is not None and sight.address is not None:
             self._add(found, sight.address, sight.at)
@@ -79,7 +79,7 @@ class Seeing:
 
 
 def _headline(sight: Sight) -> tuple[Icon, str]:
-    """The icon's state, and what the daemon does in a few words."""
+    """Return the icon's state, and the daemon's state in a few words."""
     found = sight.found
     if found is None:
         starting = sight.process is not None and sight.address is None
@@ -111,7 +111,7 @@ def _with(doing: str, what: str | None) -> str:
 
 
 def _daemon(sight: Sight, now: float) -> str:
-    """Which daemon it is, and for how long."""
+    """Return a line with the daemon's process, address and uptime."""
     if sight.address is None:
         return f"process {sight.process}" if sight.process else ""
     one = sight.address
@@ -175,7 +175,7 @@ def _model(one: Mapping[str, Any], now: float) -> Model:
 
 
 def _stored(found: Mapping[str, Any]) -> tuple[str, float | None]:
-    """Bytes and sessions against the quota, and the part of it that is used."""
+    """Return a text with stored bytes and sessions, and the used part of the quota."""
     nbytes, quota = said.number(found.get("stored_bytes")), said.number(found.get("quota_bytes"))
     if nbytes is None:
         return said.UNKNOWN, None

@@ -25,7 +25,10 @@ class Single:
 
     @staticmethod
     def take(data_dir: Path) -> Single | None:
-        """Be the tray of a data directory, made if it is missing; None if another process is. Raises OSError."""
+        """Become the only tray of a data directory, which is made if missing. Raises OSError.
+
+        Returns None if another process is its tray.
+        """
         make_private(data_dir)
         descriptor = os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | NOLINK, 0o600)
         try:
@@ -45,7 +48,7 @@ class Single:
 
 
 def socket_name(data_dir: Path) -> str:
-    """A path in the data directory, or elsewhere where that one is too long; on Windows a pipe's name."""
+    """Return a path in the data directory, or elsewhere if that is too long; on Windows a pipe's name."""
     named = f"ssmd-tray-{hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]}"
     if sys.platform == "win32":
         return named

@@ -24,7 +24,7 @@ _TAIL_BYTES = 4000
 
 @dataclass(frozen=True)
 class Command:
-    """How a process is started. variables: its whole environment, None for this one's."""
+    """The command of a process. variables: its whole environment; None for this process's."""
 
     arguments: tuple[str, ...]
     folder: Path | None = None
@@ -32,15 +32,13 @@ class Command:
 
 
 def usual(data_dir: Path, port: int | None = None) -> Command:
-    """The command `ssmd serve` of this Python, for all that is installed. port: None where the settings say it."""
+    """Return the command `ssmd serve` of this Python, for all installed models. port: None: as in the settings."""
     at = () if port is None else ("--port", str(port))
     return Command((sys.executable, "-m", "ssmd", "serve", "--data-dir", str(data_dir), *at))
 
 
 def command_of(process: int) -> Command | None:
-    """How a daemon was started: its command, folder and environment; None where the system does not tell, or it is no
-    `ssmd serve`. Linux tells.
-    """
+    """Return a daemon's command, folder and environment; None if it is not `ssmd serve`, or the system is not Linux."""
     found = started(process)
     if found is None or "serve" not in found.arguments:
         return None
@@ -82,7 +80,7 @@ def start(data_dir: Path, command: Command, longest_s: float = LONGEST_S) -> Add
 
 
 def _last(descriptor: int) -> str:
-    """The last line that was written into a file."""
+    """Return the last line of a file."""
     size = os.fstat(descriptor).st_size
     os.lseek(descriptor, max(0, size - _TAIL_BYTES), os.SEEK_SET)
     lines = os.read(descriptor, _TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()

@@ -1,5 +1,7 @@
-"""What the tray shows, as plain values: the icon's state, texts, numbers and rows. Whatever a daemon says is text here,
-of one line and a bounded length."""
+"""The tray's view as plain values: the icon's state, texts, numbers and rows.
+
+Texts from a daemon are one line of a limited length.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ MOST_ROWS = 50
 
 
 class Icon(StrEnum):
-    """What the icon says. AWAY: no daemon answers; LOADING: a model is loaded, or the daemon starts or ends."""
+    """The icon's state. AWAY: no daemon answers. LOADING: a model is being loaded, or the daemon starts or ends."""
 
     IDLE = "idle"
     GENERATING = "generating"
@@ -36,7 +38,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Request:
-    """A request under way. id: None if it is another's, who alone may stop it."""
+    """A request in progress. id: None if it belongs to another caller, which alone may stop it."""
 
     id: str | None
     model: str
@@ -59,10 +61,10 @@ class Model:
 
 @dataclass(frozen=True)
 class View:
-    """All that is shown. notice: what is not as it should be, or ""; numbers are None while the daemon is away.
+    """The whole view. notice: a problem, or "". Numbers are None while the daemon is away.
 
-    base_url: for clients, None if there is none; why_no_url says then why. runs: whether a process uses the data
-    directory; answers: whether it can be asked.
+    base_url: the address for clients; if it is None, why_no_url is the reason. runs: a process uses the data directory.
+    answers: the daemon answers requests.
     """
 
     icon: Icon
@@ -87,6 +89,6 @@ class View:
 
 
 def plain(text: str, most: int = LONGEST) -> str:
-    """A text as it may be shown: a line without what steers or turns it, cut where it is longer than anybody reads."""
+    """Return a text fit for display: one line without control or direction characters, at most `most` characters."""
     cut = text if len(text) <= most else text[: most - 1] + "…"
     return "".join(c if c.isprintable() else "\ufffd" for c in cut)

@@ -1,6 +1,6 @@
-"""Watching a daemon: its metrics as they change, over its stream, by polling where there is none, and when it is away.
+"""The watch on a daemon: its metrics as they change, over its stream, else by polling, and its absence.
 
-Times are of the monotonic clock, so that a clock that is set changes nothing.
+Times are of the monotonic clock, so that setting the system's clock has no effect.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _NO_STREAM = (404, 405, 406, 501)  # of a daemon that has none
 
 @dataclass(frozen=True)
 class Paces:
-    """Seconds between one look and the next, and for which a daemon may say nothing."""
+    """Seconds between checks of a daemon, and for which it may be silent."""
 
-    generating: float = 1.0  # of polling
+    generating: float = 1.0  # between polls
     idle: float = 5.0
-    away: float = 1.0  # at first; each time twice as long
+    away: float = 1.0  # before the first look for a daemon; each next wait is twice as long
     away_most: float = 30.0
-    events: float = 0.2  # of the stream, at least: who says more than that is read no faster
-    told: float = 1.0  # of what is told of the stream in one state: to draw it takes of a core that answers want
-    silent_generating: float = 3.0  # of the stream; then the daemon is asked
+    events: float = 0.2  # least time between events of the stream: a faster daemon is not read faster
+    told: float = 1.0  # between reports of one state: drawing them takes processor time from answers
+    silent_generating: float = 3.0  # of the stream, before the daemon is requested
     silent: float = 15.0
     answer: float = 5.0
     stream_again: float = 60.0  # after it was polled because its stream broke
@@ -41,9 +41,9 @@ class Paces:
 
 @dataclass(frozen=True)
 class Sight:
-    """What is known of the daemon at a moment. found: its metrics; None: it is away, and `problem` says why.
+    """The daemon's state at a moment. found: its metrics; None: it is away, and `problem` says why.
 
-    at: seconds of the monotonic clock. process: that uses the data directory, None if none does. how: "stream",
+    at: seconds of the monotonic clock. process: id of the process that uses the data directory, or None. how: "stream",
     "polled" or "".
     """
 
@@ -56,7 +56,7 @@ class Sight:
 
 
 class Watch:
-    """Follows the daemon of a data directory in a thread, and tells what it sees in that."""
+    """A watcher that follows the daemon of a data directory in a thread, and reports each sight there."""
 
     def __init__(self, data_dir: Path, saw: Callable[[Sight], None], paces: Paces | None = None) -> None:
         self._data_dir = data_dir
@@ -117,7 +117,7 @@ class Watch:
         try:
             if self._polled is None or self._polled[0] != address or time.monotonic() > self._polled[1]:
                 self._follow(client)
-                return None  # it said that it ends, or that enough was sent: the next look tells
+                return None  # it reported its end, or the end of the stream: the next look shows which
             self._poll(client)
         except DaemonError as err:
             with contextlib.suppress(DaemonError):
@@ -127,7 +127,7 @@ class Watch:
         return None
 
     def _follow(self, client: Client) -> None:
-        """Tell what the stream says until it ends. Raises DaemonError if neither it nor the daemon answers."""
+        """Report the stream's events until it ends. Raises DaemonError if neither it nor the daemon answers."""
         reading = _Reading(client.stream(STREAM + _A_SECOND), self._changed, self._paces.events)
         with self._changed:
             self._events = reading.events
@@ -156,7 +156,7 @@ class Watch:
                 self._events = None
 
     def _patience(self, last: Mapping[str, Any] | None) -> float:
-        """Seconds for which the stream may say nothing before the daemon is asked."""
+        """Return the seconds that the stream may be silent before the daemon is requested."""
         idle = last is not None and last.get("state") != "generating"
         return self._paces.silent if idle else self._paces.silent_generating
 
@@ -202,7 +202,7 @@ class _Reading:
         self._thread.start()
 
     def next(self, within_s: float, watch: Watch) -> Mapping[str, Any] | None:
-        """The youngest event that was not taken yet; None if none comes within so long, or none will."""
+        """Return the newest event that was not taken yet; None if none comes in this time, or none will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._new or self.over or watch._ended or watch._called, within_s)
             watch._called = False
@@ -210,7 +210,7 @@ class _Reading:
             return event
 
     def rest(self, seconds: float, watch: Watch, state: object) -> None:
-        """Wait while the daemon's state is this one and nobody looks; of what comes meanwhile the youngest is next."""
+        """Wait while the daemon stays in this state and `look` is not called. `next` returns the newest event then."""
 
         def over() -> bool:
             other = self._new is not None and self._new.get("state") != state
@@ -226,7 +226,7 @@ class _Reading:
                 with self._changed:
                     self._new = self.last = event
                     self._changed.notify_all()
-                time.sleep(self._between_s)  # who sends more waits, and drops what is old
+                time.sleep(self._between_s)  # a faster daemon has to wait, and drops old events
         except DaemonError as err:
             error = err
         with self._changed:

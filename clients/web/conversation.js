@@ -219,7 +219,7 @@ export class Conversation extends Signal {
     await this.#settle(answer);
   }
 
-  /** Takes on an answer that runs in this session, whoever asked. */
+  /** Takes on an answer that runs in this session, also one that another client began. */
   #join() {
     if (this.busy || !this.id) return;
     const answer = answerIn(this.id);

@@ -21,7 +21,7 @@ export const sessions = new Signal(null);
 export const problem = new Signal(null); // why there are none
 
 let reading = null;
-/** Reads the list again; who asks while it is read waits for the next reading. */
+/** Reads the list again. A call while it is being read waits for the next reading. */
 export function refresh() {
   if (reading) return (reading.again = true);
   reading = {again: false};

@@ -1,4 +1,4 @@
-// A value that tells who listens when it is another one.
+// A value that notifies its listeners when it changes.
 import {useEffect, useState} from "./html.js";
 
 export class Signal {

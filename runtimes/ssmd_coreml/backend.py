@@ -1,4 +1,4 @@
-"""What executes packages: Core ML on a Mac, or whatever else computes what a package says."""
+"""The backends that execute packages: Core ML on a Mac, or another executor of the same format."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Function(Protocol):
         """Compute the outputs, in new arrays. Raises whatever Core ML raises."""
 
     def make_state(self) -> StateStore:
-        """States of zeros, which any function of the package that has the same states can use."""
+        """Return states of zeros, which every function of the package with the same states can use."""
 
 
 class Backend(Protocol):
     def problem(self) -> str:
-        """Say why Core ML cannot execute here and what would help, or ""."""
+        """Return the reason why Core ML cannot execute here, with the remedy, or ""."""
 
     def identity(self, units: Units) -> str:
         """Name everything that, with the artifact, decides about every bit of a result."""
@@ -87,17 +87,17 @@ class CoreML:
 
 
 def compiled_path(build: str) -> Path:
-    """Where the compiled model of an artifact is kept, for this system."""
+    """Return the path of an artifact's compiled model for this system."""
     return system_folder(build) / "model.mlmodelc"
 
 
 def system_folder(build: str) -> Path:
-    """The folder of what is kept of an artifact, by its build, for this system."""
+    """Return the folder of an artifact's cached files for this system, by its build."""
     return cache_folder() / "coreml" / build[:BUILD] / hashlib.sha256(_system().encode()).hexdigest()[:16]
 
 
 def _compiled(ct: Any, package: Path, build: str) -> Path:
-    """The package compiled: kept whole or not at all, those for other systems dropped. Raises GraphError."""
+    """Return the compiled package. It is kept whole or not at all, and replaces other systems'. Raises GraphError."""
     kept = compiled_path(build)
     if kept.is_dir():
         return kept
@@ -118,7 +118,7 @@ def _compiled(ct: Any, package: Path, build: str) -> Path:
 
 
 def _system() -> str:
-    """The build of macOS, "macOS 24A335": Core ML computes otherwise after an update."""
+    """Return the build of macOS, "macOS 24A335": Core ML may compute differently after an update."""
     try:
         done = subprocess.run(["/usr/bin/sw_vers", "-buildVersion"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -106,7 +106,7 @@ class CoreMLConverter:
         return {"variant": self.variant, "operations": operations, "ane": reasons or "eligible"}
 
     def constants(self, folder: Path) -> Constants:
-        """All stand in the file of weights: what is so small that it stands in the program is no parameter."""
+        """Return the places of the constants in the file of weights. Those in the program are not parameters."""
         others = (path.relative_to(folder).as_posix() for path in sorted((folder / MODEL).rglob("*")) if path.is_file())
         return {name: blobs(folder / name) if name == f"{MODEL}/{WEIGHTS}" else [] for name in others}
 
@@ -118,7 +118,7 @@ CONVERTER = CoreMLConverter("stateful")
 
 
 def varied(variant: str) -> CoreMLConverter:
-    """A converter for "stateful" or "stateless" artifacts. Raises ValueError."""
+    """Return a converter for "stateful" or "stateless" artifacts. Raises ValueError."""
     if variant not in ("stateful", "stateless"):
         raise ValueError(f"there is no variant {variant!r}; there are: stateful, stateless")
     return CoreMLConverter("stateless" if variant == "stateless" else "stateful")
@@ -143,11 +143,11 @@ def _ordered(package: Path) -> None:
 
 
 def _weights_stand_once(package: Package) -> None:
-    """Raises BuildError if the file of weights is larger than what the functions refer to, or they share too little."""
+    """Raise BuildError if the file of weights is larger than the functions need, or they share too little of it."""
     each = {name: package.constants(name) for name in package.functions}
     distinct = {offset: size for places in each.values() for offset, size in places.items()}
     largest = max(sum(places.values()) for places in each.values())
-    # What a function has alone: masks and biases of its length.
+    # Constants of a single function: masks and biases of its length.
     if sum(distinct.values()) > 1.1 * largest + (1 << 20) * len(each):
         raise BuildError(
             f"the functions have {sum(distinct.values())} bytes of constants, one has {largest}: they do not share "

@@ -1,4 +1,4 @@
-"""A re-authored module as a Core ML program of one function: so many tokens, caches of one capacity.
+"""The conversion of a re-authored module to a Core ML program of one function: one length, caches of one capacity.
 
 Stateful: the states are MLState's, stacked by kind (stacks.py), float16, and a step writes them where they are.
 Stateless: they are inputs and outputs, float32, with the names of flat IO; a program writes the new rows.
@@ -19,18 +19,18 @@ from ssmd_coreml import library
 from ssmd_coreml.graph import OUTPUT
 from ssmd_coreml.stacks import Stack, Variant, stacks
 
-# What hands on a part of its first input as it is.
+# Operations that return part of their first input unchanged.
 _VIEWS = frozenset(("cast", "expand_dims", "reshape", "slice_by_index", "squeeze", "transpose"))
 _CACHES = frozenset(("key", "value"))
 _PARAMETER = "module."  # before the name of one in a trace: the wrappers below hold the module by that name
 
 
 def converted(module: FlatModule, length: int, variant: Variant, *, half: bool) -> Any:
-    """A coremltools MLModel with the function "main" for `length` tokens and caches of the module's context.
+    """Return a coremltools MLModel with the function "main" for `length` tokens and caches of the module's context.
 
-    `half`: float16 for weights, for what is read from states and for what is written to them; all else is float32,
-    as squares, exponents and sums of a model's activations leave float16 (docs/notes/log.md). Without it all is
-    float32, which a stateful program cannot be.
+    half: float16 for weights and for values read from states or written to them. All else is float32, as squares,
+    exponents and sums of a model's activations leave float16 (docs/notes/log.md). Without it all is float32, which a
+    stateful program does not support.
     """
     ct = library.coremltools()
     module.rotation = _Rotation(module)  # type: ignore[method-assign] # of this one module, for Core ML alone
@@ -109,13 +109,13 @@ class _Stateful(nn.Module):
         return logits
 
     def _rows(self, length: int, pos: Tensor, n_valid: Tensor) -> Tensor:
-        """(S, T): 1 where a slot of the caches takes a token. An index could be outside of them, this cannot."""
+        """Return (S, T): 1 where a slot of the caches takes a token. Unlike an index it cannot be out of range."""
         slots = torch.arange(self.module.context, dtype=torch.int32).reshape(-1, 1)
         row = torch.arange(length, dtype=torch.int32).reshape(1, -1)
         return (slots == row + pos).to(torch.float32) * (row < n_valid).to(torch.float32)
 
     def _updated(self, stack: Stack, new: list[Tensor], at: Tensor | None) -> Tensor:
-        """new: of each layer, (1, …) where it is the whole tensor, (G, T, D) or (G, D, T) where rows are added."""
+        """Return a stack with new values. new: by layer, (1, …) for whole tensors, (G, T, D) or (G, D, T) for rows."""
         if stack.recurrent:
             return torch.cat(new, 0)
         assert at is not None
@@ -127,8 +127,11 @@ class _Stateful(nn.Module):
 
 
 def _half(op: Any) -> bool:
-    """Whether an operation of a program becomes float16: products with weights, attention over the caches, and what
-    stands between a state and the first operation that computes with it, or the last one and the state."""
+    """Return True if an operation becomes float16.
+
+    These are products with weights, attention over the caches, and operations between a state and the first or last
+    operation that computes with it.
+    """
     if op.op_type == "linear":
         return is_weight(op.weight)
     if op.op_type == "gather":
@@ -142,13 +145,13 @@ def _half(op: Any) -> bool:
 
 
 def is_weight(value: Any) -> bool:
-    """Whether a constant is a parameter of two dimensions, as its name and shape say; tables and masks are none."""
+    """Return True if a constant is a parameter of two dimensions, by name and shape; tables and masks are not."""
     name = value.name.removeprefix(_PARAMETER)
     return name != value.name and name not in ("cos", "sin") and len(value.shape) == 2
 
 
 def _state_of(value: Any) -> str:
-    """The kind of the state that a value is (a part of), "" if of none."""
+    """Return the kind of state that a value is, or is part of; "" if it is not a state."""
     op = value.op
     while op is not None and op.op_type in _VIEWS:
         op = op.x.op
@@ -156,7 +159,7 @@ def _state_of(value: Any) -> str:
 
 
 def _to_state(op: Any) -> bool:
-    """Whether an operation writes a state, or adds new rows to one."""
+    """Return True if an operation writes a state, or adds new rows to one."""
     if op.op_type in ("slice_update", "coreml_update_state"):
         return True
     return op.op_type == "add" and any(_to_state(child) for output in op.outputs for child in output.child_ops)
@@ -164,8 +167,10 @@ def _to_state(op: Any) -> bool:
 
 @cache
 def _whole_updates() -> str:
-    """The name of a pass that lets a state be written without a copy: an assignment to all of a buffer was made an
-    update of a slice that is all of it."""
+    """Register a pass that lets a state be written without a copy, and return its name.
+
+    coremltools turns an assignment to a whole buffer into an update of a slice that covers it.
+    """
     library.coremltools()
     from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
     from coremltools.converters.mil.mil.passes.pass_registry import register_pass

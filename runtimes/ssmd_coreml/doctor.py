@@ -1,7 +1,8 @@
-"""A closer look at Core ML artifacts, `ssmd doctor coreml`: on a Mac each is executed on every compute unit, in a
-process of its own, elsewhere it is told what was verified and what was not.
+"""The check of Core ML artifacts, `ssmd doctor coreml`.
 
-As a program: execute the artifact named first on the unit named second and print what was measured as JSON.
+On a Mac each artifact is executed on every compute unit, in a process of its own. Elsewhere the report says what was
+verified and what was not. As a program, it executes an artifact on a unit and prints the measurements as JSON.
+Arguments: ARTIFACT UNIT.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ COMMAND = (sys.executable, "-m", "ssmd_coreml.doctor")
 
 
 def look(artifacts: Sequence[Artifact], say: Callable[[str], None], device: str | None = None) -> dict[str, Any]:
-    """What is found out about each artifact, for a report that can be sent; `ok` in it says whether nothing was wrong.
-    `say` gets lines of text. `device`: a compute unit, instead of all. Raises RuntimeUnavailable for another."""
+    """Check artifacts, and return a report that a user can send. Its `ok` is True if no problem was found.
+
+    say: gets lines of text. device: a compute unit, instead of all. Raises RuntimeUnavailable for an unknown one.
+    """
     if device not in (None, *DEVICES):
         raise RuntimeUnavailable(f"Core ML has no device {device!r}; there are: {', '.join(DEVICES)}")
     runtime = CoreMLRuntime(probe=False)
@@ -50,13 +53,16 @@ def look(artifacts: Sequence[Artifact], say: Callable[[str], None], device: str 
 
 
 def _fine(found: dict[str, Any]) -> bool:
-    """Whether it can be read and gives its golden values; on the Neural Engine it need not, for a load falls back."""
+    """Return True if an artifact can be read and gives its golden values; on the Neural Engine it need not.
+
+    A load falls back from the Neural Engine.
+    """
     executed: dict[str, Any] = found.get("executed", {})
     return "problem" not in found and all(seen.get("passed") for unit, seen in executed.items() if unit != "ane")
 
 
 def read(artifact: Artifact) -> dict[str, Any]:
-    """What the files say, without executing anything: functions, operations, bytes that a call reads, states."""
+    """Return the contents of the files, without executing them: functions, operations, bytes read by a call, states."""
     manifest = artifact.manifest
     found: dict[str, Any] = {
         "name": manifest.name,
@@ -101,7 +107,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def placement(artifact: Artifact, unit: str) -> dict[str, dict[str, int]]:
-    """How many operations of each function Core ML means to run where, by MLComputePlan (macOS 14.4)."""
+    """Return the number of each function's operations by the unit that Core ML plans (MLComputePlan, macOS 14.4)."""
     ct = library.coremltools()
     from coremltools.models.compute_plan import MLComputePlan
 

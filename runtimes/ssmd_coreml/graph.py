@@ -32,7 +32,7 @@ class CoreMLGraph(Graph):
         )
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
-        """Do nothing: calls hold what they are bound to."""
+        """Do nothing: calls hold the arrays that they are bound to."""
 
     def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
         known = self.signatures[signature]
@@ -58,7 +58,7 @@ class CoreMLCall:
 
 
 def predicted(function: Function, inputs: dict[str, Array], state: object = None) -> dict[str, Array]:
-    """The outputs of a function. Raises GraphError if Core ML reports a failure."""
+    """Return the outputs of a function. Raises GraphError if Core ML reports a failure."""
     try:
         return function.predict(inputs, state)
     except Exception as err:  # coremltools raises RuntimeError and plain Exception

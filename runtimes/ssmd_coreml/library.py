@@ -1,4 +1,4 @@
-"""coremltools, imported without what it says on every import, and which of its parts work here."""
+"""coremltools, imported without its warnings, and the check of which parts of it work here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def coremltools() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence coremltools, which warns of PyTorch's version, of bindings of macOS, and of each int32 constant."""
+    """Silence coremltools meanwhile. It warns of PyTorch's version, of macOS bindings, and of each int32 constant."""
     log = logging.getLogger("coremltools")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -44,7 +44,7 @@ def quiet() -> Iterator[None]:
 
 
 def package_version() -> str:
-    """The installed version of coremltools. Raises ImportError when it is not installed."""
+    """Return the installed version of coremltools. Raises ImportError when it is not installed."""
     try:
         return version("coremltools")
     except PackageNotFoundError as err:

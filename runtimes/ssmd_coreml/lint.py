@@ -1,4 +1,4 @@
-"""What keeps a program off Apple's Neural Engine, by rules that others found on one; nothing here was run on one.
+"""Rules for programs on Apple's Neural Engine. They come from others' tests; no program here was run on one.
 
 The rules: float16 throughout, tensors of four dimensions at most, widths that are multiples of 32, products with
 weights as convolutions of 1x1, and nothing below -1e4 as a mask.
@@ -29,7 +29,7 @@ _FREE = frozenset(("const", "cast", "constexpr_blockwise_shift_scale"))  # compu
 
 
 def lint(package: Package) -> list[str]:
-    """A sentence for each rule that is broken, with how often in all functions together; empty if none is."""
+    """Return a sentence for each broken rule, with its count over all functions; empty if none is broken."""
     broken: Counter[str] = Counter()
     for name in package.functions:
         operations = list(package.operations(name))
@@ -40,7 +40,7 @@ def lint(package: Package) -> list[str]:
 
 
 def _broken(op: Any, shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    """Which rules an operation breaks."""
+    """Yield the rules that an operation breaks."""
     float32, deep, product, odd, mask = RULES
     if op.type not in _FREE and any(_is_float32(o.type) for o in op.outputs):
         yield float32
@@ -55,7 +55,7 @@ def _broken(op: Any, shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
 
 
 def shape_of(value_type: Any) -> tuple[int, ...]:
-    """The shape of a value; () where it is no tensor."""
+    """Return the shape of a value; () if it is not a tensor."""
     if value_type.WhichOneof("type") != "tensorType":
         return ()
     return tuple(d.constant.size for d in value_type.tensorType.dimensions)
@@ -66,7 +66,7 @@ def _is_float32(value_type: Any) -> bool:
 
 
 def _widths(op: Any, shapes: dict[str, tuple[int, ...]]) -> Iterator[int]:
-    """The last dimensions of what a product reads and writes."""
+    """Yield the last dimensions of a product's input and outputs."""
     read = shapes.get(op.inputs["x"].arguments[0].name, ())
     for shape in (read, *(shape_of(o.type) for o in op.outputs)):
         if shape:
@@ -74,7 +74,7 @@ def _widths(op: Any, shapes: dict[str, tuple[int, ...]]) -> Iterator[int]:
 
 
 def _lowest(op: Any) -> float:
-    """The lowest value of a constant that stands in the program itself; masks that are made of zeros and ones do."""
+    """Return the lowest value of a constant that is in the program itself, as masks made of zeros and ones are."""
     value = op.attributes["val"]
     if value.WhichOneof("value") != "immediateValue" or not value.immediateValue.WhichOneof("value"):
         return 0.0

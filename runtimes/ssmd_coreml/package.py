@@ -1,4 +1,4 @@
-"""A saved .mlpackage as its protobuf says it is: functions, their tensors and states, operations and constants.
+"""A saved .mlpackage as its protobuf describes it: functions, their tensors and states, operations and constants.
 
 Read with coremltools' classes of the format, which work on every system.
 """
@@ -30,7 +30,7 @@ _NO_WORK = ("const",)  # operations that compute nothing when a function runs
 
 @dataclass(frozen=True)
 class Interface:
-    """What a function takes, gives and keeps, by name."""
+    """A function's inputs, outputs and states, by name."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
@@ -54,17 +54,17 @@ class Package:
         return {f.name: _interface(f) for f in self._spec.description.functions}
 
     def operations(self, function: str) -> Iterator[Any]:
-        """The operations of a function as the protobuf has them, constants included."""
+        """Yield the operations of a function as in the protobuf, constants included."""
         block = self._spec.mlProgram.functions[function]
         yield from block.block_specializations[block.opset].operations
 
     def counted(self, function: str) -> dict[str, int]:
-        """How many operations of each type it runs, by type."""
+        """Return the number of operations that a function runs, by type."""
         counts = Counter(op.type for op in self.operations(function))
         return {kind: counts[kind] for kind in sorted(counts) if kind not in _NO_WORK}
 
     def constants(self, function: str) -> dict[int, int]:
-        """Bytes of each constant in the file of weights that it refers to, by its place there: what a call reads."""
+        """Return the bytes of each constant that a function reads from the file of weights, by its place there."""
         sizes: dict[int, int] = {}
         for op in self.operations(function):
             for value in [*op.attributes.values(), *(b.value for i in op.inputs.values() for b in i.arguments)]:
@@ -76,7 +76,7 @@ class Package:
 
 
 def blobs(weights: Path) -> list[tuple[int, int]]:
-    """Where the blobs of a file of weights lie: the offset of each one's data and its bytes. Raises GraphError.
+    """Return the blobs of a file of weights: (offset of the data, bytes) of each. Raises GraphError.
 
     A header of 64 bytes, then each blob, at multiples of 64: uint32 sentinel, uint32 type, uint64 bytes, uint64 offset
     of the data, which follows 64 bytes later.

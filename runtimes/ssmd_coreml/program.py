@@ -96,8 +96,10 @@ class StatefulProgram(CheckedProgram[_Handle]):
             logits[i] = self._fed(self._steps[0], ids[i : i + 1], handle, handles)
 
     def _fed(self, step: _Step, ids: NDArray[np.int32], handle: _Handle, call: Sequence[_Handle]) -> Logits:
-        """Feed the ids to `handle`. If Core ML fails, nobody knows what the states of the call's handles hold: all of
-        them are lost. Raises StateLost."""
+        """Feed the ids to `handle`. Raises StateLost.
+
+        If Core ML fails, the states of all handles of the call are undefined, and so lost.
+        """
         assert handle.state is not None  # until it is released
         try:
             logits = step.run(ids, handle.position, handle.state, self.pad_token)

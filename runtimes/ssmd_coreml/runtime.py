@@ -39,8 +39,10 @@ class CoreMLRuntime:
     name = "coreml"
 
     def __init__(self, backend: Backend | None = None, *, probe: bool = True) -> None:
-        """`backend`: what executes packages; Core ML unless given. `probe`: whether the first load on the Neural
-        Engine is tried in a process of its own."""
+        """backend: executes packages; None: Core ML.
+
+        probe: try the first load on the Neural Engine in a process of its own.
+        """
         if backend is None and library.macos() is not None:
             library.package_version()
         self._backend: Backend = CoreML() if backend is None else backend
@@ -51,18 +53,17 @@ class CoreMLRuntime:
         return [Device(name, description, why_not) for name, description in DEVICES.items()]
 
     def check(self) -> None:
-        """Import what a load imports, which takes seconds. Raises RuntimeUnavailable."""
+        """Import the packages of a load, which takes seconds. Raises RuntimeUnavailable."""
         if library.macos() is not None:
             library.coremltools()
 
     def load(
         self, artifact: Artifact, *, device: str | None = None, threads: int | None = None
     ) -> StatefulProgram | FlatProgram:
-        """Load on `device`: "gpu" (the default), "cpu" or "ane", which falls back to "gpu" where an artifact fails on
-        it. `threads` change nothing: Core ML chooses its own.
+        """Load on `device`: "gpu" (the default), "cpu" or "ane". If an artifact fails on "ane", "gpu" is used.
 
-        Raises ProgramError if the artifact is not one of this runtime or its package does not have what its manifest
-        says, and RuntimeUnavailable for a device that is not here.
+        threads: has no effect, as Core ML chooses its own. Raises ProgramError if the artifact is for another runtime,
+        or its package does not match its manifest, and RuntimeUnavailable for a device that is not here.
         """
         manifest = artifact.manifest
         if manifest.runtime != self.name:
@@ -106,7 +107,7 @@ class CoreMLRuntime:
         return program
 
     def _probed(self, artifact: Artifact) -> Units:
-        """Where to run what is asked for on the Neural Engine."""
+        """Return the compute unit for an artifact that is requested on the Neural Engine, after its trial load."""
         folder = system_folder(artifact.manifest.build) / "ane"
         verdict = probed(TRIAL, artifact, "ane", folder)
         if verdict.passed:
@@ -121,9 +122,9 @@ class CoreMLRuntime:
 
 
 def _check(interfaces: dict[str, Interface], manifest: Manifest, stateful: bool) -> None:
-    """Check that the package has every function, and a stateful one what its manifest says. Raises GraphError.
+    """Check that the package has every function, and that a stateful one matches its manifest. Raises GraphError.
 
-    Of a stateless one the program checks the tensors.
+    The tensors of a stateless one are checked by its program.
     """
     wanted = [signature_name(n, 0, 0) for n in (1, *manifest.buckets)]
     missing = [name for name in wanted if name not in interfaces]

@@ -42,7 +42,7 @@ class Stack:
         return (len(self.layers), *self.layer_shape)
 
     def canonical(self, array: NDArray[Any], layer: int, first: int, last: int) -> NDArray[Any]:
-        """A view of a layer's tensor as a State has it; of keys and values the rows [first, last)."""
+        """Return a view of a layer's tensor as in a State; of keys and values the rows [first, last)."""
         part: NDArray[Any] = array[layer]
         if self.kind == "key":
             return part[:, first:last]

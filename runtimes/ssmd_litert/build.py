@@ -167,7 +167,7 @@ def _named(module: Model) -> type[Model]:
 
 
 def _weights_stand_once(file: Path, shapes: Shapes, target: Target, graphs: int) -> None:
-    """Raises BuildError if the file is larger than one copy of the weights and the graphs around it can be."""
+    """Raise BuildError if the file is larger than one copy of the weights and its graphs can be."""
     weights = recipe.nbytes(shapes, target.quantization)
     # Graphs: operators and tensors of every layer, quantization scales by signature; masks of 4 heads for each bucket.
     rows = sum(shape[0] for shape in shapes.values())

@@ -1,4 +1,4 @@
-"""Calls of a graph of LiteRT: pointers to buffers over memory of ours, and the sizes of what may have several."""
+"""Calls of a graph of LiteRT: pointers to buffers over our own memory, and the sizes of tensors with open sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LANE = re.compile(r"_lane\d+$")  # as of_lane writes
 
 
 def sizes_of(signature: Signature, inputs: Mapping[str, Array]) -> Sizes:
-    """What a call gives that may have another size than in the file: all that goes with the capacity of the caches."""
+    """Return the sizes of a call's inputs that may differ from the file's, as they depend on the caches' capacity."""
     places = enumerate(signature.inputs.items())
     return {place: inputs[name].shape for place, (name, t) in places if signature.nominal in t.shape}
 
@@ -42,7 +42,7 @@ class LibraryCall:
         sizes: Sizes,
         memory: Sequence[Array] = (),
     ) -> None:
-        """memory: what the buffers lie over, which lives as long as the call."""
+        """memory: the arrays under the buffers, kept alive as long as the call."""
         self._graph, self._index, self._sizes, self._memory = graph, index, sizes, memory
         self._tables = [np.array([b.value or 0 for b in side], np.uint64) for side in (inputs, outputs)]
         self._function = graph.functions.LiteRtRunCompiledModel
@@ -66,7 +66,7 @@ class LibraryCall:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a lane reads and writes: pointers to buffers, in the order of the lanes' places, and sizes."""
+    """A lane's own tensors: pointers to buffers, in the order of the lanes' places, and sizes."""
 
     inputs: NDArray[np.uint64]
     outputs: NDArray[np.uint64]
@@ -84,7 +84,7 @@ class LanesCall(LibraryCall):
         outputs: Mapping[str, Array],
         lanes: int,
     ) -> None:
-        """inputs, outputs: those that are of all lanes together."""
+        """inputs, outputs: the arrays that all lanes share."""
         known = graph.signatures[signature]
         for side, arrays in ((known.inputs, inputs), (known.outputs, outputs)):
             shared = {name: tensor for name, tensor in side.items() if name in arrays or not _LANE.search(name)}
@@ -105,7 +105,7 @@ class LanesCall(LibraryCall):
         self._known, self._resized = known, False
 
     def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Bound:
-        """What a lane needs to read and write these arrays, by the states' names. Raises GraphError."""
+        """Bind a lane to these arrays, by the states' names. Raises GraphError."""
         for names, arrays, tensors in (
             (self._names[0], inputs, self._known.inputs),
             (self._names[1], outputs, self._known.outputs),
@@ -136,7 +136,7 @@ class LanesCall(LibraryCall):
 
 
 def _of_first_lane(tensors: Mapping[str, Tensor], lanes: int) -> list[str]:
-    """The names of the states that each lane has, without the lane's."""
+    """Return the names of each lane's states, without the lane's suffix."""
     end = of_lane("", 0)
     names = [name[: -len(end)] for name in tensors if name.endswith(end)]
     missing = [of_lane(n, b) for n in names for b in range(lanes) if of_lane(n, b) not in tensors]

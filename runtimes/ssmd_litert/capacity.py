@@ -1,8 +1,8 @@
-"""Caches of any capacity: a .tflite in which the number of slots is open, though the converter knows fixed sizes only.
+"""Caches of any capacity: a .tflite with an open number of slots, though the converter supports only fixed sizes.
 
-LiteRT computes all sizes anew when an input is given another one. What an attention does with S slots goes by the sizes
-of its inputs, but for two slices of the softmax over S old scores and n new ones, whose sizes the converter writes
-down. They become slices that count from the end. Whatever else would depend on S fails the build.
+LiteRT computes all sizes again when an input gets another one. An attention's operations on S slots follow the sizes
+of their inputs, except two slices. They cut the softmax over S old scores and n new ones, and the converter writes
+their sizes down. They are replaced by slices that count from the end. Anything else that depends on S fails the build.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def open_capacity(edited: Edited, nominal: int) -> None:
 
 
 def _open(edited: Edited, graph: Any, nominal: int) -> None:
-    """Follow what has S in its size from the inputs on. Raises BuildError where that leads to another operator."""
+    """Follow tensors with S in their size from the inputs on. Raises BuildError at an unsupported operator."""
     constants: Known = {}  # tensors of this graph
     sized = {int(i) for i in graph.inputs if nominal in graph.tensors[i].shape}
     for operator in graph.operators:
@@ -48,7 +48,7 @@ def _open(edited: Edited, graph: Any, nominal: int) -> None:
 
 
 def _exchange(edited: Edited, graph: Any, operator: Any, nominal: int, constants: Known) -> bool:
-    """Make a slice along the last axis one that counts from its end. Returns whether it takes the S that grow."""
+    """Make a slice along the last axis count from its end. Returns True if it takes the S old slots."""
     source, begin, size = (graph.tensors[i] for i in operator.inputs)
     first, count = (edited.numbers(tensor) for tensor in (begin, size))
     rank, width = len(source.shape), int(source.shape[-1])

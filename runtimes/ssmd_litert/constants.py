@@ -24,7 +24,7 @@ def buffers(fd: int) -> Iterator[tuple[int, int]]:
 
 
 def scales(fd: int) -> Iterator[tuple[int, int]]:
-    """Places (offset, bytes) of the scales of every tensor in every signature; several tensors may share one."""
+    """Yield the places (offset, bytes) of the scales of every tensor in every signature. Tensors may share scales."""
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
         model: Any = schema.Model.GetRootAs(data, 0)
         for i in range(model.SubgraphsLength()):

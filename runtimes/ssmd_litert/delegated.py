@@ -1,9 +1,10 @@
-"""What XNNPACK would leave to LiteRT's own kernels, in forms that it takes.
+"""Rewrites of operators that XNNPACK does not support into forms that it does.
 
-The converter makes a fully connected layer of a batched product whose batch is one; its weight is no constant then. It
-makes one concatenation of several in a row, with more parts than XNNPACK has arguments; and of a product with ones that
-is there to repeat something a broadcast, which XNNPACK has not. Each of them would split the graph in two:
-granite-4.0-h-350m lost an eighth of a prefill of 64 tokens to 56 such layers.
+The converter turns a batched product whose batch is one into a fully connected layer; its weight is then not a
+constant. It merges several concatenations in a row into one, with more parts than XNNPACK supports. It turns a product
+with ones that repeats a tensor into a broadcast, which XNNPACK does not have. Each of them would leave the operator to
+LiteRT's own kernels and split the graph in two: granite-4.0-h-350m lost an eighth of a prefill of 64 tokens to 56 such
+layers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _kept(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any]:
 
 
 def _joined(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any]:
-    """A concatenation of more than MOST_PARTS parts as one of concatenations."""
+    """Return a concatenation of more than MOST_PARTS parts as a concatenation of concatenations."""
     parts, axis = [int(i) for i in operator.inputs], operator.builtinOptions.axis
     found: list[Any] = []
     while len(parts) > MOST_PARTS:
@@ -56,7 +57,7 @@ def _joined(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any
 
 
 def _repeated(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any]:
-    """A broadcast as a product with ones."""
+    """Return a broadcast as a product with ones."""
     source, target = graph.tensors[int(operator.inputs[0])], graph.tensors[int(operator.outputs[0])]
     shape = [int(n) for n in target.shape]
     own = [1] * (len(shape) - len(source.shape)) + [int(n) for n in source.shape]
@@ -67,8 +68,10 @@ def _repeated(edited: Edited, graph: Any, operator: Any, known: Known) -> list[A
 
 
 def _batched(edited: Edited, graph: Any, operator: Any, known: Known) -> list[Any]:
-    """x (..., K) and w (N, K) as a product (1, rows, K) x (1, N, K) -> (1, rows, N), with its shapes around it; a layer
-    whose weight is a constant stays what it is."""
+    """Return a layer of x (..., K) and w (N, K) as a product (1, rows, K) x (1, N, K) -> (1, rows, N), with reshapes.
+
+    A layer whose weight is a constant is returned unchanged.
+    """
     x, weight, *bias = (int(i) for i in operator.inputs)
     if edited.is_constant(graph.tensors[weight]) or any(b >= 0 for b in bias):
         return [operator]

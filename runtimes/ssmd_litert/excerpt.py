@@ -1,9 +1,9 @@
-"""A model's file, of which LiteRT sees some signatures only.
+"""An excerpt of a model's file, with only some of its signatures.
 
-LiteRT makes objects for the operators of every signature in a file, whichever it is to compute: of the 42 MB that the
-graph of one of SmolLM2's six signatures takes 26 are for the other five, and a load takes twice as long. So it is given
-the file in memory, whose lists of signatures and of their graphs are cut to those that are wanted. The pages written to
-are this process's own; the file stays as it is. Fields have the numbers of tensorflow/compiler/mlir/lite/schema.
+LiteRT makes objects for the operators of every signature in a file, also of those that it never computes. Of the 42 MB
+of one of SmolLM2's six signatures 26 are for the other five, and a load takes twice as long. So LiteRT gets the file in
+memory, with its lists of signatures and graphs cut to the wanted ones. The changed pages belong to this process; the
+file stays unchanged. Fields have the numbers of tensorflow/compiler/mlir/lite/schema.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Excerpt:
         self._written |= {place, place + 3}
 
     def _at(self, place: int) -> int:
-        """What the offset at a place leads to."""
+        """Return the place that the offset at a place points to."""
         return place + self._number(place)
 
     def _field(self, table: int, number: int) -> int:
-        """Where a field of a table is; 0 if the table has none."""
+        """Return the place of a table's field; 0 if the table does not have it."""
         known = table - int(struct.unpack_from("<i", self._memory, table)[0])
         [size] = struct.unpack_from("<H", self._memory, known)
         place = 4 + 2 * number
@@ -92,7 +92,7 @@ class Excerpt:
         return table + offset if offset else 0
 
     def _list(self, table: int, number: int) -> range:
-        """Where a list's length stands, and each of its entries; nothing if there is no such list."""
+        """Return the places of a list's length and of each entry; an empty range if there is no such list."""
         field = self._field(table, number)
         if not field:
             return range(0)

@@ -1,8 +1,7 @@
-"""The line that LiteRT writes to stderr with the first model of a process: `INFO: Created TensorFlow Lite XNNPACK
-delegate for CPU.`, whatever is asked of its logger.
+"""The suppression of a line that LiteRT writes to stderr with a process's first model, whatever its log level.
 
-It is had out of the way by a model without operations. That takes 2 ms, during which stderr is kept; nothing that a
-real model has LiteRT say is kept from anybody.
+The line is `INFO: Created TensorFlow Lite XNNPACK delegate for CPU.`. A model without operations is loaded first, while
+stderr is redirected for 2 ms. Messages about real models are not suppressed.
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ _heard = False
 
 
 def heard(load: Callable[[Path], None]) -> None:
-    """Have LiteRT write its line now, to nobody. `load`: loads a model's file and closes it; whatever it raises, a real
-    model will raise again."""
+    """Let LiteRT write its line now, with stderr redirected.
+
+    load: loads a model's file and closes it. Its errors are ignored, as a real model will raise them again.
+    """
     global _heard
     with _lock:
         if _heard:

@@ -1,7 +1,7 @@
-"""The order of operators in which a state is written after its last reader, so that both may be the same memory.
+"""An order of operators that writes a state after its last reader, so that old and new state can share memory.
 
-XNNPACK computes one operator after another, in the file's order. A step whose states lie where they lay before keeps
-half the memory, and does not fetch what it is about to overwrite (docs/notes/log.md has what that is worth).
+XNNPACK computes one operator after another, in the file's order. A step with states in place needs half the memory, and
+does not fetch memory that it is about to overwrite (docs/notes/log.md has the gain).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _VIEW = schema.BuiltinOperator.RESHAPE  # XNNPACK may make no copy of it
 
 
 def write_states_last(edited: Edited, states: Collection[str]) -> None:
-    """Bring all signatures into that order, and say so in the model, if it can be had for all of these states.
+    """Bring all signatures into that order and mark the model so, if it is possible for all of these states.
 
-    Those are the names of inputs that are outputs too. Else everything stays as it is.
+    If not, nothing is changed. states: names of inputs that are outputs too.
     """
     orders = []
     for signature in edited.model.signatureDefs:
@@ -53,7 +53,7 @@ class _Order:
         self._count()
 
     def write_last(self, source: int, target: int) -> None:
-        """Move what makes `target` behind the last reader of `source`, unless a reader needs it."""
+        """Move the operators that make `target` after the last reader of `source`, unless a reader needs them."""
         makers, last = self._makers(target), self._last_reader(source)
         if not makers or self._place[id(makers[0])] > last:
             return
@@ -72,13 +72,13 @@ class _Order:
         self._place = {id(o): place for place, o in enumerate(self.operators)}
 
     def _last_reader(self, source: int) -> int:
-        """The place of the last operator that reads a tensor or a view of it; -1 if none does."""
+        """Return the place of the last operator that reads a tensor or a view of it; -1 if none does."""
         users = self._users.get(source, ())
         through = (self._last_reader(int(i)) for o in users if id(o) in self._views for i in o.outputs)
         return max([-1, *(self._place[id(o)] for o in users), *through])
 
     def _makers(self, target: int) -> list[Any]:
-        """What writes a tensor's memory, in order: what makes it and, if that is a view, what makes that."""
+        """Return the operators that write a tensor's memory, in order: its maker and, for a view, the makers before."""
         operator = self._maker.get(target)
         if operator is None:
             return []

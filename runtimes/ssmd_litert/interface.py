@@ -1,4 +1,4 @@
-"""The C interface of libLiteRt.so: structures, functions, and whether it can be used here.
+"""The C interface of libLiteRt.so: structures, functions, and a check that it can be used here.
 
 The declarations are those of litert/c/*.h in LiteRT 2.3; `open_library` refuses any other version.
 """
@@ -85,7 +85,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def package_version() -> str:
-    """The installed version of ai-edge-litert. Raises ImportError when it is not installed."""
+    """Return the installed version of ai-edge-litert. Raises ImportError when it is not installed."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError as err:
@@ -93,7 +93,10 @@ def package_version() -> str:
 
 
 def open_library() -> Any:
-    """The shared library with all functions declared. Raises GraphError if it is another version or lacks one."""
+    """Return the shared library with all functions declared.
+
+    Raises GraphError if it is another version or lacks a function.
+    """
     if not package_version().startswith(TESTED):
         raise GraphError(f"{PACKAGE} {package_version()} is not {TESTED}x, whose C interface is the one known here")
     found = importlib.util.find_spec("ai_edge_litert")  # not imported: it would load the wrapper and its plugins
@@ -114,7 +117,7 @@ def open_library() -> Any:
 
 @cache
 def problem() -> str:
-    """Why no model can be loaded here, or "": the library is tried, and where that fails the package's own wrapper."""
+    """Return the reason why models cannot be loaded here, or "". Tries the library, then the package's own wrapper."""
     try:
         open_library()
     except GraphError:

@@ -1,4 +1,4 @@
-"""Graphs of decode steps of several streams: how one is opened, and what its trial found the last time."""
+"""Graphs of decode steps of several streams: their opening, and the notes of earlier trials."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def of_one_stream(signature: str) -> bool:
 
 
 def sizes(graph: LibraryGraph) -> list[int]:
-    """How many lanes there are signatures for in a graph's file."""
+    """Return the numbers of lanes that a graph's file has signatures for."""
     return [lanes for lanes in LANES if lanes_name(lanes) in graph.names]
 
 
@@ -38,8 +38,10 @@ class LanesFile:
         self._path, self._identity, self._threads, self._cache = path, one.file_identity, threads, cache
 
     def open(self, lanes: int) -> LibraryGraph:
-        """Open the graph of so many lanes. Raises GraphError, also if the file is not what it was: another build may
-        stand there by now, and where a trial is spared nothing else would tell."""
+        """Open the graph of a number of lanes. Raises GraphError, also if the file has changed.
+
+        Another build may have replaced it, and without a trial this check alone shows it.
+        """
         check_room(self._path)
         graph = LibraryGraph(
             self._path,
@@ -55,7 +57,7 @@ class LanesFile:
 
 
 class LanesNotes:
-    """What trials found of one build, with one version of LiteRT, processor and number of threads."""
+    """The results of trials for one build, version of LiteRT, processor and number of threads."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._file = cache_folder() / "litert" / f"{name}-{threads}.lanes.json"
@@ -81,7 +83,7 @@ class LanesNotes:
                 fresh.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, object]:
-        """What is noted, if only this user can have written it."""
+        """Return the notes, if only this user can have written them; else {}."""
         try:
             found = json.loads(read_own(self._file, _MOST_BYTES))
         except (OSError, ValueError, RecursionError):

@@ -90,7 +90,7 @@ class LibraryGraph(Graph):
             raise
 
     def options(self, threads: int, weight_cache: Path | None) -> dict[str, str]:
-        """What LiteRT is told, in TOML, by the name of whom it concerns."""
+        """Return LiteRT's options in TOML, by the name of the part that they are for."""
         text = f"num_threads = {threads}\n"
         if weight_cache is not None:  # LiteRT takes what stands between the quotes as it is: no escape in it is read
             with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ class LibraryGraph(Graph):
         self._sizes[index] = {**known, **sizes}
 
     def sized(self, index: int) -> Sizes:
-        """What sizes a signature takes now, where they are others than the file's."""
+        """Return a signature's present sizes that differ from the file's."""
         return self._sizes.get(index, {})
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
@@ -200,7 +200,7 @@ class LibraryGraph(Graph):
             self._call("LiteRtUnlockTensorBuffer", buffer)
 
     def buffer(self, array: Array) -> c_void_p:
-        """The tensor buffer over this array, made once. The array must stay where it is until `forget`."""
+        """Return the tensor buffer over this array, made once. The array must not move until `forget`."""
         address = array.ctypes.data
         if address % ALIGNMENT or not array.flags.c_contiguous:
             raise GraphError(f"tensor memory at {address:#x} is not contiguous and aligned to {ALIGNMENT} bytes")
@@ -214,7 +214,7 @@ class LibraryGraph(Graph):
         return self._buffers[address]
 
     def _metadata(self, name: str) -> bytes:
-        """What the model says under this name; nothing if it does not."""
+        """Return the model's metadata of this name; b"" if there is none."""
         place, size = c_void_p(), c_size_t()
         if self.functions.LiteRtGetModelMetadata(self._model, name.encode(), byref(place), byref(size)):
             return b""

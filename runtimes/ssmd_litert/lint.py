@@ -1,6 +1,6 @@
-"""What a .tflite must keep to so that it is fast: XNNPACK computes everything from its first operator on.
+"""The rule for a fast .tflite: XNNPACK computes everything from its first operator on.
 
-What stands before that is LiteRT's own: looking tokens and positions up, and masks. An operator of LiteRT's after it
+LiteRT itself computes the operators before: look-ups of tokens and positions, and masks. A later operator of LiteRT's
 splits the graph: tensors go out of XNNPACK and in again, and LiteRT's kernels use one thread and no packed weights.
 """
 
@@ -15,8 +15,10 @@ from ssmd_litert.profiler import Node, ProfiledGraph
 
 
 def lint(file: Path) -> list[str]:
-    """What is wrong with a model, a sentence for each signature that breaks the rule; empty if nothing is. Each is run
-    once. Raises GraphError."""
+    """Return a sentence for each signature that breaks the rule; empty if none does. Raises GraphError.
+
+    Each signature is run once.
+    """
     found = []
     graph = ProfiledGraph(file, threads=1, weight_cache=None)
     try:
@@ -36,12 +38,12 @@ def lint(file: Path) -> list[str]:
 
 
 def left_out(nodes: Sequence[Node]) -> list[str]:
-    """The operators that LiteRT computes itself after XNNPACK has begun."""
+    """Return the operators that LiteRT computes itself after XNNPACK has begun."""
     names = [name for name, _ in nodes]
     begun = next((i for i, name in enumerate(names) if not _is_own(name)), len(names))
     return [name for name in names[begun:] if _is_own(name)]
 
 
 def _is_own(name: str) -> bool:
-    """Whether a node is one of LiteRT's own: those are named in capitals, such as FULLY_CONNECTED."""
+    """Return True if a node is one of LiteRT's own, named in capitals, such as FULLY_CONNECTED."""
     return name == name.upper()

@@ -31,11 +31,11 @@ class Edited:
         self._buffers: Known = {}  # of the constants that were added
 
     def code(self, operator: Any) -> int:
-        """Which of schema.BuiltinOperator an operator is."""
+        """Return an operator's code in schema.BuiltinOperator."""
         return self._codes[int(operator.opcodeIndex)]
 
     def place_of(self, code: int) -> int:
-        """The place of an operator among those that the model knows, which it does from now on."""
+        """Return the place of an operator in the model's list of operators. A missing one is added."""
         if code not in self._codes:
             made = schema.OperatorCodeT()
             made.builtinCode, made.deprecatedBuiltinCode, made.version = code, min(code, 127), 1
@@ -48,16 +48,16 @@ class Edited:
         return buffer.size > 1 or buffer.data is not None
 
     def numbers(self, tensor: Any) -> tuple[int, ...]:
-        """The values of a small constant of int32."""
+        """Return the values of a small int32 constant."""
         data = self.model.buffers[tensor.buffer].data
         return () if data is None else tuple(np.asarray(data, np.uint8).view(np.int32).tolist())
 
     def add_numbers(self, graph: Any, values: tuple[int, ...], known: Known) -> int:
-        """The graph's constant of these int32, a vector; `known`: those that it got so far."""
+        """Return the place of a graph's int32 vector constant. A missing one is added. known: the constants so far."""
         return self.add_constant(graph, np.array(values, np.int32), known)
 
     def add_constant(self, graph: Any, array: NDArray[Any], known: Known) -> int:
-        """The graph's constant of these int32 or float32."""
+        """Return the place of a graph's int32 or float32 constant. A missing one is added."""
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._buffers:
             buffer = schema.BufferT()
@@ -70,7 +70,7 @@ class Edited:
         return known[key]
 
     def operator(self, code: int, inputs: Sequence[int], output: int, options: Any, kind: int) -> Any:
-        """An operator for a graph's list; options: its schema object, of this kind of schema.BuiltinOptions."""
+        """Return an operator for a graph's list. options: a schema object. kind: its kind of schema.BuiltinOptions."""
         made = schema.OperatorT()
         made.opcodeIndex = self.place_of(code)
         made.inputs, made.outputs = np.array(inputs, np.int32), np.array([output], np.int32)
@@ -78,7 +78,7 @@ class Edited:
         return made
 
     def reshape(self, graph: Any, tensor: int, target: int, known: Known) -> Any:
-        """The operator that gives a tensor's values to `target`, in the shape that has."""
+        """Return the operator that reshapes a tensor to `target`."""
         options = schema.ReshapeOptionsT()
         options.newShape = np.array(graph.tensors[target].shape, np.int32)
         inputs = [tensor, self.add_numbers(graph, tuple(map(int, options.newShape)), known)]
@@ -94,8 +94,10 @@ def add_tensor(graph: Any, shape: tuple[int, ...], kind: int, name: bytes, buffe
 
 
 def _ordered(edited: Edited, graph: Any, signatures: list[Any]) -> None:
-    """Put a graph's constants first, those that most operators read before others: LiteRT finds a tensor by counting
-    from the first one, each time that an operator names it."""
+    """Put a graph's constants first, the most used ones before others.
+
+    LiteRT finds a tensor by counting from the first one, each time that an operator names it.
+    """
     uses = np.zeros(len(graph.tensors), np.int64)
     for operator in graph.operators:
         np.add.at(uses, operator.inputs[operator.inputs >= 0], 1)
@@ -122,7 +124,7 @@ def _ordered(edited: Edited, graph: Any, signatures: list[Any]) -> None:
 
 
 def edit(file: Path, *changes: Callable[[Edited], None]) -> None:
-    """Change a file; it is what it was if a change raises."""
+    """Change a file. If a change raises, the file stays unchanged."""
     import flatbuffers
 
     edited = Edited(file)

@@ -1,4 +1,4 @@
-"""A graph of LiteRT that tells, after a step, which operators ran and how long each took."""
+"""A graph of LiteRT that reports, after a step, the operators that ran and the time of each."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ class ProfiledGraph(LibraryGraph):
         return {**texts, "runtime_options_string": texts["runtime_options_string"] + "enable_profiling = true\n"}
 
     def nodes(self, step: Callable[[], object]) -> list[Node]:
-        """Run a step. Returns its nodes in their order. XNNPACK's operators are named in words, as `Add (ND)`, what
-        LiteRT computes itself in capitals, as `ADD`."""
+        """Run a step. Returns its nodes in order.
+
+        XNNPACK's operators are named in words, as `Add (ND)`, LiteRT's own in capitals, as `ADD`.
+        """
         for name, arguments in _FUNCTIONS.items():
             function = getattr(self.functions, name)
             function.argtypes, function.restype = arguments, c_int

@@ -1,4 +1,4 @@
-"""How weights are quantized: the recipes of ai-edge-quantizer, by the name of the quantization.
+"""The quantization of weights: recipes of ai-edge-quantizer, by the name of the quantization.
 
 int4 finds the 16 levels again that its weights have already (ssmd/families/offsets.py).
 """
@@ -27,12 +27,15 @@ def quantize(source: Path, target: Path, quantization: Quantization) -> None:
 
 
 def rotates(quantization: Quantization) -> bool:
-    """Whether the weights are rotated first. int4 may be of weights that are of 16 levels already, and are not then."""
+    """Return True if the weights are rotated first. int4's are not, as they may have 16 levels already."""
     return quantization == "int8"
 
 
 def ops(quantization: Quantization) -> list[dict[str, Any]]:
-    """Weights int8 by output channel or int4 by blocks, activations int8 by token at run time: "dynamic range"."""
+    """Return the recipe: weights int8 by output channel or int4 by blocks, activations int8 by token at run time.
+
+    The quantizer calls this "dynamic range".
+    """
     if quantization == "f32":
         return []
     embedding = _op(".*", "EMBEDDING_LOOKUP")
@@ -43,7 +46,7 @@ def ops(quantization: Quantization) -> list[dict[str, Any]]:
 
 
 def _op(regex: str, operation: str, bits: int = 8) -> dict[str, Any]:
-    """The last that fits an operation counts."""
+    """Return an entry of a recipe. The last entry that fits an operation counts."""
     config = {
         "weight_tensor_config": {
             "num_bits": bits,
@@ -66,17 +69,17 @@ def _op(regex: str, operation: str, bits: int = 8) -> dict[str, Any]:
 
 
 def offsets(shapes: Shapes, quantization: Quantization) -> list[str]:
-    """The weights that stand with offsets: those of 4 bits."""
+    """Return the names of the weights with offsets: those of 4 bits."""
     return [n for n, s in shapes.items() if _bits(n, s, quantization) == 4 and s[1] % BLOCK == 0]
 
 
 def unfit(shapes: Shapes, quantization: Quantization) -> str | None:
-    """The first parameter that cannot be quantized so, if there is one."""
+    """Return the first parameter that cannot be quantized so; None if all can."""
     return next((n for n, s in shapes.items() if _bits(n, s, quantization) == 4 and s[1] % BLOCK), None)
 
 
 def nbytes(shapes: Shapes, quantization: Quantization) -> int:
-    """Bytes of all parameters together, quantized, with their scales."""
+    """Return the bytes of all parameters together, quantized, with their scales."""
     total = 0
     for name, shape in shapes.items():
         elements, rows = 1, shape[0]

@@ -41,9 +41,9 @@ class LiteRTRuntime:
         ]
 
     def load(self, artifact: Artifact, *, device: str | None = None, threads: int | None = None) -> FlatProgram:
-        """Load on `device` ("cpu" is the only one) with `threads` (default: the physical cores there are).
+        """Load on `device` ("cpu" is the only one) with `threads` (default: the physical cores).
 
-        Raises ProgramError if the artifact is not one of this runtime or does not hold what its manifest says, and
+        Raises ProgramError if the artifact is for another runtime or does not match its manifest, and
         RuntimeUnavailable for another device.
         """
         manifest = artifact.manifest

@@ -40,7 +40,7 @@ def add_up(edited: Edited) -> None:
 def _parts(
     edited: Edited, graph: Any, operator: Any, makers: dict[int, Any], users: dict[int, int]
 ) -> tuple[Any, Any, int] | None:
-    """The concatenation and the product with a constant that a sum is taken of, if nothing else reads them."""
+    """Return the concatenation and the product with a constant under a sum, if only the sum reads them."""
     if edited.code(operator) != _Op.SUM or edited.numbers(graph.tensors[int(operator.inputs[1])]) != (0,):
         return None
     product = makers.get(int(operator.inputs[0]))
@@ -59,7 +59,7 @@ def _parts(
 
 
 def _added(edited: Edited, graph: Any, operator: Any, joined: Any, weights: int, known: Known) -> list[Any]:
-    """What stands for a sum: each part times its row of the weights, added up in order, in the shape of the sum."""
+    """Return the replacement of a sum: each part times its row of the weights, added up in order, in its shape."""
     made: list[Any] = []
 
     def add(code: int, inputs: list[int], like: int, options: Any, kind: int) -> int:

@@ -1,8 +1,8 @@
 """The file in which XNNPACK keeps a model's packed weights, so that the next load maps it instead of packing again.
 
-It saves time and memory, and nothing depends on it: a file that is damaged, half written or of another processor is
-dropped, and a folder that cannot be written to, or has no room, means a load without a cache. XNNPACK itself ends the
-process where the disk is full, or addresses are short.
+It saves time and memory, but results do not depend on it. A file that is damaged, half written or of another processor
+is dropped. If its folder cannot be written or has no room, the load has no cache. XNNPACK itself ends the process if
+the disk is full, or addresses are short.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRAPH_BYTES = 128 << 20  # for its objects and workspaces; a real one takes 40 
 def check_room(model: Path) -> None:
     """Check that there are addresses for a graph of a model. Raises GraphError.
 
-    Without them XNNPACK ends the process, or writes the file of packed weights anew under everybody who has it mapped.
+    Without them XNNPACK ends the process, or rewrites the file of packed weights under all processes that map it.
     """
     try:
         size = model.stat().st_size
@@ -49,8 +49,10 @@ class WeightCache:
         self._fresh: Path | None = None
 
     def path(self, model_bytes: int) -> Path | None:
-        """The file to hand to XNNPACK: a good one to read, or a new name to write to. None: go without. model_bytes: of
-        the model's file, whose weights take about as many when they are packed."""
+        """Return XNNPACK's cache file: a good one to read, or a new path to write to; None for no cache.
+
+        model_bytes: size of the model's file. Its packed weights take about as many bytes.
+        """
         if self._file.good():
             return self._file.path
         self._file.drop()
@@ -58,13 +60,13 @@ class WeightCache:
         return self._fresh
 
     def keep(self) -> None:
-        """The model loaded and passed its test: what was written is good."""
+        """Keep the written file: the model loaded and passed its test."""
         if self._fresh is not None:
             self._file.keep(self._fresh)
             self._fresh = None
 
     def kept(self) -> Path | None:
-        """The file, for another graph of the same model; None if there is none that was kept."""
+        """Return the kept file, for another graph of the same model; None if there is none."""
         return self._file.path if self._file.path.is_file() and self._fresh is None else None
 
     def drop(self) -> None:
@@ -73,7 +75,7 @@ class WeightCache:
         self.drop_fresh()
 
     def drop_fresh(self) -> None:
-        """Drop what was being written."""
+        """Remove a file that is only partly written."""
         if self._fresh is not None:
             self._fresh.unlink(missing_ok=True)
             self._fresh = None

@@ -67,7 +67,10 @@ class OpenVINOConverter:
         library.nncf()
 
     def rotates(self, quantization: Quantization) -> bool:
-        """int8 on a processor, where activations are rounded too. An NPU computes in float16 (docs/quantization.md)."""
+        """Return True for int8 on a processor, which rounds activations too; an NPU computes in float16.
+
+        See docs/quantization.md.
+        """
         return quantization == "int8" and self.device_class == "cpu"
 
     def offsets(self, shapes: Shapes, quantization: Quantization) -> list[str]:
@@ -149,7 +152,7 @@ class OpenVINOConverter:
         return {**made, "xamba": reports} if self._passes else made
 
     def _rewritten(self, model: Any, name: str, stage: Stage) -> dict[str, Any]:
-        """Run the passes over a model, one after another. Returns what each did and what it adds to logits."""
+        """Run the passes over a model, one after another. Returns each one's report and its error in the logits."""
         if self._passes is None:
             return {}
         made: dict[str, Any] = {}
@@ -164,7 +167,7 @@ class OpenVINOConverter:
 
 
 def probe_logits(model: Any) -> NDArray[np.float32]:
-    """What a model answers to PROBE_TOKENS tokens of ascending ids from an empty state, in float32 on the CPU."""
+    """Return a model's logits after PROBE_TOKENS tokens of ascending ids from an empty state, in float32 on the CPU."""
     openvino = library.openvino()
     length = model.input("tokens").get_partial_shape()[1]
     count = PROBE_TOKENS if length.is_dynamic else length.get_length()
@@ -187,7 +190,7 @@ NPU_CONVERTER = OpenVINOConverter("npu")
 
 
 def rewriting(runtime: str, passes: str) -> OpenVINOConverter:
-    """A converter for "openvino" or "npu" that runs XAMBA's passes. Raises XambaError, which is a ValueError."""
+    """Return a converter for "openvino" or "npu" that runs XAMBA's passes. Raises XambaError, which is a ValueError."""
     return OpenVINOConverter("npu" if runtime == "npu" else "cpu", Passes.parse(passes))
 
 
@@ -234,15 +237,15 @@ class SharedWeights:
 
 
 def _is_int4(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter has 4 bits in int4."""
+    """Return True if a parameter has 4 bits in int4."""
     return is_multiplied(name) and math.prod(shape) >= MIN_WEIGHT_ELEMENTS
 
 
 def has_lanes(shapes: Shapes, quantization: Quantization) -> bool:
-    """Return whether a step of several streams is of use (docs/notes/log.md).
+    """Return True if a step of several streams is faster and gives the same bits (docs/notes/log.md).
 
-    Not with int4 weights: a product with four rows takes as long as four products with one. Not with int8 weights whose
-    rows are shorter than a group of activations: these are not quantized then, so a row has other bits than alone.
+    With int4 weights a product with four rows takes as long as four products with one. With int8 weights whose rows are
+    shorter than a group of activations these are not quantized, so a row gets other bits than alone.
     """
     if quantization == "int4":
         return False
@@ -252,7 +255,7 @@ def has_lanes(shapes: Shapes, quantization: Quantization) -> bool:
 
 
 def _compressed(model: Any, quantization: Quantization) -> Any:
-    """The model with its weights quantized. Constants that are no weights stay what they are."""
+    """Return the model with quantized weights. Other constants are not changed."""
     if quantization not in ("int8", "int4"):
         return model
     nncf = library.nncf()
@@ -288,7 +291,7 @@ def _save(model: Any, file: Path, quantization: Quantization) -> None:
 
 
 def _renumber(model: Any, numbers: Iterator[int] | None = None) -> None:
-    """Numbers in names count what was made in this process before: they give way to the place in the graph."""
+    """Replace the numbers in names, which count objects of the whole process, by the place in the graph."""
     numbers = itertools.count() if numbers is None else numbers
     for op in model.get_ordered_ops():
         op.set_friendly_name(f"{_NUMBER.sub('', op.get_friendly_name())}_{next(numbers)}")

@@ -1,10 +1,10 @@
-"""Models compiled for a device, and kept so that the next load need not compile them.
+"""The compiler of models for a device. Compiled models are kept, so that the next load need not compile them.
 
-What is kept (a blob) fits one artifact, OpenVINO, device and driver, all of which are in its name. The model itself
-stays beside it: a blob that the device refuses is dropped and the model compiled, which takes longer, no more.
+A kept blob fits one artifact, OpenVINO, device and driver, all of which are in its name. The model itself stays
+available: if the device refuses a blob, it is dropped and the model is compiled again, which only takes longer.
 
-Where the plugin can, a blob is without the weights: each model of an artifact would have all of them once more
-(SmolLM2's decode 335 MB, without them 10). An import then takes them from the artifact.
+If the plugin can, a blob does not contain the weights: otherwise each model of an artifact has all of them (SmolLM2's
+decode has 335 MB, without them 10). An import then reads them from the artifact.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from ssmd_openvino.graph import reason
 log = logging.getLogger(__name__)
 _WEIGHTLESS = "ENABLE_WEIGHTLESS"  # the plugin's name for it
 _TOO_FEW_REGISTERS = "not enough registers"  # of what the plugin says
-# What tells drivers and devices apart between which no blob can be exchanged.
+# Properties that identify a driver and device; a blob works only with the same ones.
 _IDENTITY = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "NPU_DRIVER_VERSION", "NPU_COMPILER_VERSION")
 
 
 def identity(core: Any, device: str) -> str:
-    """Platform, driver and compiler of a device ("NPU"), as far as it tells them, and the version of OpenVINO."""
+    """Return the version of OpenVINO, and the platform, driver and compiler of a device ("NPU") if it reports them."""
     known = set(core.get_property(device, "SUPPORTED_PROPERTIES"))
     told = [f"{name} {core.get_property(device, name)}" for name in _IDENTITY if name in known]
     return "; ".join([f"openvino {core.get_versions(device)[device].build_number}", *told])
 
 
 def compile_model(core: Any, model: Any, device: str, properties: Mapping[str, Any]) -> Any:
-    """Compile an openvino.Model for a device: an openvino.CompiledModel. Raises RuntimeError.
+    """Compile an openvino.Model for a device. Returns an openvino.CompiledModel. Raises RuntimeError.
 
-    The CPU plugin writes kernels for runs of operators. Long ones, such as an activation of 32 segments, take more
-    registers than a processor without AVX-512 has, and the plugin gives up; without such kernels it does not.
+    The CPU plugin generates kernels for runs of operators. Long runs, such as an activation of 32 segments, need more
+    registers than a processor without AVX-512 has, and the plugin fails. The model is then compiled without such
+    kernels.
     """
     try:
         return core.compile_model(model, device, properties)
@@ -51,7 +52,7 @@ def compile_model(core: Any, model: Any, device: str, properties: Mapping[str, A
 
 
 def can_be_weightless(core: Any, device: str) -> bool:
-    """Whether the plugin, driver and compiler of a device make blobs without weights."""
+    """Return True if the plugin, driver and compiler of a device make blobs without weights."""
     return _WEIGHTLESS in core.get_property(device, "SUPPORTED_PROPERTIES")
 
 
@@ -61,8 +62,7 @@ class Compiler:
     def __init__(
         self, core: Any, device: str, properties: Mapping[str, Any], build: str | None, *, weightless: bool = False
     ) -> None:
-        """`build`: of the artifact, to keep what is compiled; None keeps nothing. `weightless`: what is kept is
-        without the weights."""
+        """build: the artifact's, to keep blobs; None keeps none. weightless: keep blobs without the weights."""
         self._core, self._device, self._properties = core, device, dict(properties)
         self._weightless = weightless
         self.folder: Path | None = None  # of this artifact, device and driver
@@ -72,13 +72,13 @@ class Compiler:
             self.folder = cache_folder() / "openvino" / build[:BUILD] / device.lower() / name
 
     def compiled(self, model: Path, weights: Path) -> Any:
-        """The openvino.CompiledModel of an IR and its weights. Raises GraphError."""
+        """Return the openvino.CompiledModel of an IR and its weights. Raises GraphError."""
         if self.folder is None:
             return self._compile(model, weights)
         blob = self._kept(self.folder, model)
         if blob.good():
             try:
-                # Not the file as a tensor: the model would go on reading memory that nobody holds for it.
+                # Not the file as a tensor: the model would go on reading memory that may be freed.
                 source = {"MODEL_PTR": self._core.read_model(model, weights)} if self._weightless else {}
                 return self._core.import_model(blob.path.read_bytes(), self._device, {**self._properties, **source})
             except RuntimeError as err:
@@ -98,7 +98,10 @@ class Compiler:
         return compiled
 
     def anew(self, model: Path, weights: Path) -> tuple[Any, int | None]:
-        """Compile it, whatever is kept, and keep that: the model, and the bytes of what is kept. Raises GraphError."""
+        """Compile a model even if a blob is kept, and keep the new one. Returns (model, the blob's bytes).
+
+        Raises GraphError.
+        """
         if self.folder is None:
             return self._compile(model, weights), None
         blob = self._kept(self.folder, model)
@@ -112,14 +115,15 @@ class Compiler:
 
     @staticmethod
     def _forget_others(folder: Path) -> None:
-        """Blobs of this artifact for drivers that are gone: nothing would ever read them again."""
+        """Remove this artifact's blobs for other drivers of the device, which are not read any more."""
         for other in folder.parent.glob("*"):
             if other.name.partition("-")[0] != folder.name.partition("-")[0]:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _compile(self, model: Path, weights: Path) -> Any:
-        """Compile in a thread of its own: CPU_DENORMALS_OPTIMIZATION changes the thread that compiles, and by it the
-        threads that this one starts, which compute.
+        """Compile in a thread of its own.
+
+        CPU_DENORMALS_OPTIMIZATION changes the compiling thread, and all threads started by it, which compute.
         """
         try:
             with ThreadPoolExecutor(1) as thread:

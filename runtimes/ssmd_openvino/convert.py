@@ -20,9 +20,9 @@ TRACED_SLOTS = 48  # of the caches of a lane's example
 
 
 def converted(module: FlatModule, capacity: int, length: int | None = None) -> Any:
-    """An openvino.Model of float32 whose tensors have the names of flat IO, outputs of states OUTPUT before them.
+    """Return a float32 openvino.Model whose tensors have the names of flat IO; outputs of states begin with OUTPUT.
 
-    Of `length` tokens and caches of `capacity`, or without a length with both left open: dimensions T and S of -1.
+    It is for `length` tokens and caches of `capacity`. Without a length both are open: dimensions T and S of -1.
     """
     openvino = library.openvino()
     shapes = graph_shapes(module.spec, capacity)
@@ -47,8 +47,11 @@ def converted(module: FlatModule, capacity: int, length: int | None = None) -> A
 
 
 def converted_lanes(module: FlatModule, lanes: int) -> Any:
-    """An openvino.Model of float32 of a decode step of so many streams, which gives each the bits of a step of the open
-    model. Each lane's caches have a capacity of their own, left open: a dimension of -1. Names as in `converted`."""
+    """Return a float32 openvino.Model of a decode step of `lanes` streams. Names are as in `converted`.
+
+    Each stream gets the bits of a step of the open model. Each lane's caches have their own open capacity: a dimension
+    of -1.
+    """
     openvino = library.openvino()
     each = graph_shapes(module.spec, TRACED_SLOTS)
     shapes = {of_lane(name, lane): shape for lane in range(lanes) for name, shape in each.items()}
@@ -90,7 +93,7 @@ def _name(model: Any, inputs: tuple[str, ...], states: tuple[str, ...]) -> None:
 
 
 def _fold(model: Any) -> None:
-    """Compute what depends on no input: of a model of fixed shapes every length and mask."""
+    """Fold constants. In a model of fixed shapes these are every length and mask."""
     passes = importlib.import_module("openvino.passes")
     manager = passes.Manager()
     manager.register_pass(passes.ConstantFolding())

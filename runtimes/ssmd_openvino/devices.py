@@ -1,4 +1,4 @@
-"""The devices of OpenVINO: what is here, and for what is not the reason and what would help."""
+"""The devices of OpenVINO: those found here, and for the others the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _no_gpu(_: Path, shown: bool) -> str:
 
 
 def _no_npu(root: Path, shown: bool) -> str:
-    """Which of the things between a processor with an NPU and OpenVINO is not there."""
+    """Return the part that is missing for OpenVINO to use an NPU, from the processor on."""
     if sys.platform == "win32":
         return "no Intel NPU that OpenVINO can use: it needs a Core Ultra processor and its NPU driver (Windows Update)"
     if sys.platform != "linux":

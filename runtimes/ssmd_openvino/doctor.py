@@ -28,7 +28,7 @@ from ssmd_openvino.runtime import PLUGINS, WEIGHTS, OpenVINORuntime, compiler_of
 
 STATUS = "compiled and linted for the NPU, never executed on one by those who made ssmd"
 COMMAND = (sys.executable, "-m", "ssmd_openvino.doctor")
-# What tells a device, its driver and its compiler, where the plugin knows it.
+# Properties that identify a device, its driver and its compiler, if the plugin has them.
 _DESCRIBED = (
     *("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "NPU_PLATFORM", "NPU_DRIVER_VERSION", "NPU_COMPILER_TYPE"),
     *("NPU_COMPILER_VERSION", "NPU_DEVICE_TOTAL_MEM_SIZE", "NPU_MAX_TILES", "OPTIMIZATION_CAPABILITIES"),
@@ -36,8 +36,10 @@ _DESCRIBED = (
 
 
 def look(artifacts: Sequence[Artifact], say: Callable[[str], None], device: str | None = None) -> dict[str, Any]:
-    """What is found out about each artifact, for a report that can be sent; `ok` in it says whether nothing was wrong.
-    `say` gets lines of text as things are done. `device`: instead of that which an artifact was built for."""
+    """Check artifacts, and return a report that a user can send. Its `ok` is True if no problem was found.
+
+    say: gets lines of text meanwhile. device: a device instead of the one that an artifact was built for.
+    """
     report: dict[str, Any] = {
         "ssmd": __version__,
         "openvino": library.package_version(),
@@ -63,7 +65,7 @@ def look(artifacts: Sequence[Artifact], say: Callable[[str], None], device: str 
 
 
 def _about(name: str, found: dict[str, Any]) -> list[str]:
-    """A device as lines for people: what it is, or why it cannot be used."""
+    """Return lines that describe a device, or say why it cannot be used."""
     if "problem" in found:
         npu = name == "npu" and sys.platform != "darwin"
         what = "Core ML and the NPU cannot execute here" if npu else f"{name} cannot be used here"
@@ -73,7 +75,7 @@ def _about(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def _read(artifact: Artifact, device: str) -> dict[str, Any]:
-    """What an artifact says of itself."""
+    """Return an artifact's description from its manifest and files."""
     manifest = artifact.manifest
     return {
         "name": manifest.name,
@@ -92,7 +94,7 @@ def _read(artifact: Artifact, device: str) -> dict[str, Any]:
 def _measure(
     artifact: Artifact, device: str, kept: Sequence[str], found: dict[str, Any], say: Callable[[str], None]
 ) -> None:
-    """Compile each model and execute the artifact, in each of the ways to keep it; `found` gets what comes of it."""
+    """Compile each model and execute the artifact, in each way to keep blobs. found: gets the results."""
     models = sorted(name for name in artifact.manifest.files if name.endswith(".xml"))
     size = show_size(found["weights_bytes"])
     say(f"{found['name']} ({found['quantization']}, build {found['build'][:12]}): {len(models)} models over {size}")
@@ -111,7 +113,7 @@ def _measure(
 
 
 def _fine(found: dict[str, Any]) -> bool:
-    """Whether it can be used in one of the ways: a load takes the first that can."""
+    """Return True if one of the ways works; a load takes the first that does."""
     return any(
         seen["executed"].get("passed") and not any("problem" in one for one in seen["models"].values())
         for seen in found.get("ways", {}).values()
@@ -119,7 +121,7 @@ def _fine(found: dict[str, Any]) -> bool:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """What the plugin tells of a device ("npu"), its driver and its compiler."""
+    """Return the plugin's properties of a device ("npu"), its driver and its compiler."""
     core, plugin = library.openvino().Core(), PLUGINS[device]
     known = set(core.get_property(plugin, "SUPPORTED_PROPERTIES"))
     found = {"build": str(core.get_versions(plugin)[plugin].build_number)}
@@ -128,8 +130,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def compile_anew(artifact: Artifact, device: str, way: str, model: str) -> dict[str, Any]:
-    """Seconds and memory that it takes to compile one model, and the bytes of what is kept of it. What is compiled for
-    the CPU is not kept."""
+    """Compile one model. Returns the seconds and memory that it took, and the bytes of its blob; the CPU's has none."""
     core, build = library.openvino().Core(), artifact.manifest.build
     compiler = compiler_of(core, device, default_threads(), build, weightless=way == "weightless")
     started = time.perf_counter()

@@ -1,10 +1,10 @@
-"""OpenVINO models as a graph: one whose lengths are open, or one of fixed shapes for every signature.
+"""OpenVINO models as a graph: one model with open lengths, or one of fixed shapes for every signature.
 
-An open model is compiled once, so that decode and every prefill length have one copy of the weights: the number of
-tokens T and the capacity S of the caches are dimensions that it leaves open, a signature is the model at one T and one
-S, and the plugin keeps what it made for each. Processors run it; the NPU takes fixed shapes only.
+An open model is compiled once, so that decode and every prefill length share one copy of the weights. The number of
+tokens T and the capacity S of the caches are open dimensions. A signature is the model at one T and one S, and the
+plugin caches its kernels for each. Processors run it; the NPU supports only fixed shapes.
 
-A decode step of several streams is a model of its own, in which each lane's caches have an S of their own.
+A decode step of several streams is a model of its own, in which each lane's caches have their own S.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OpenVINOGraph(Graph):
         return OpenVINOCall(request)
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
-        """Do nothing: requests hold what they are bound to, and go with the calls."""
+        """Do nothing: requests hold the arrays that they are bound to, and are freed with the calls."""
 
     def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
         known = self.signatures[signature]
@@ -115,7 +115,7 @@ class OpenVINOLanes(LanesGraph):
 
 @dataclass(frozen=True)
 class Bound:
-    """What a lane reads and writes, by the states' names."""
+    """A lane's own tensors, by the states' names."""
 
     inputs: Mapping[str, Any]
     outputs: Mapping[str, Any]
@@ -146,7 +146,7 @@ class OpenVINOLanesCall(OpenVINOCall):
             request.set_output_tensor(self._places[1][name], tensor)
 
     def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Bound:
-        """What a lane needs to read and write these arrays, by the states' names. Raises GraphError."""
+        """Bind a lane to these arrays, by the states' names. Raises GraphError."""
         read = self._bound({name: self._inputs[of_lane(name, 0)] for name in inputs}, inputs)
         return Bound(read, self._bound({name: self._outputs[of_lane(name, 0)] for name in outputs}, outputs))
 
@@ -172,16 +172,16 @@ def signatures(lengths: Sequence[int], tiers: Sequence[int]) -> dict[str, tuple[
 
 
 def reason(err: Exception) -> str:
-    """What an error of OpenVINO's says, without the places in its sources that it passed."""
+    """Return the message of an OpenVINO error, without the places in its sources."""
     lines = [line.strip() for line in str(err).splitlines()]
     said = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
     return said[0] if said else str(err)
 
 
 def named(ports: Sequence[Any], known: Sequence[str]) -> dict[str, Any]:
-    """The ports by their names, each of which is one of `known`. Raises GraphError.
+    """Return the ports by name, each name one of `known`. Raises GraphError.
 
-    A plugin adds names of its own to those of the model, in no order: which is "any" of them is chance.
+    A plugin adds names of its own to those of the model in no fixed order, so a port's "any name" is random.
     """
     found: dict[str, Any] = {}
     for port in ports:
@@ -232,7 +232,7 @@ def _ports(ports: Mapping[str, Any]) -> dict[str, _Port]:
 
 
 def _size(dimension: Any) -> int | None:
-    """The size of a dimension; 1 for an open one that is one at most: the batch of what was computed block by block."""
+    """Return the size of a dimension; 1 for an open one of at most 1, as a batch computed block by block has."""
     if dimension.is_dynamic:
         return 1 if dimension.get_max_length() == 1 else None
     size: int = dimension.get_length()

@@ -1,7 +1,7 @@
 """The packages of OpenVINO, imported without their telemetry.
 
-`import openvino` tells its makers so over the network, in a thread, unless a file in the home folder forbids it or
-`openvino_telemetry` is not there; nncf likewise.
+`import openvino` sends a report to its makers over the network, in a thread, unless a file in the home folder forbids
+it or `openvino_telemetry` is not installed. nncf does the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def nncf() -> Any:
 
 
 def package_version() -> str:
-    """The installed version of openvino. Raises ImportError when it is not installed."""
+    """Return the installed version of openvino. Raises ImportError when it is not installed."""
     try:
         return version("openvino")
     except PackageNotFoundError as err:

@@ -1,7 +1,7 @@
-"""What a model must keep to so that the compiler of Intel's NPU takes it: fixed shapes, float16, operations it knows.
+"""Rules for models that the compiler of Intel's NPU accepts: fixed shapes, float16, supported operations.
 
-The rules were found by giving graphs to that compiler (docs/npu.md); it runs without an NPU. What keeps to them is not
-thereby fast or right on one.
+The rules were found with that compiler (docs/npu.md), which runs without an NPU. A model that keeps them is not
+necessarily fast or right on an NPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST = float(np.finfo(np.float16).max)
 
 
 def lint(model: Any) -> list[str]:
-    """What is wrong with an openvino.Model, a sentence for each operation that breaks a rule; empty if nothing is."""
+    """Return a sentence for each operation of an openvino.Model that breaks a rule; empty if none does."""
     found = []
     for op in model.get_ordered_ops():
         kind, name = op.get_type_name(), op.get_friendly_name()
@@ -44,14 +44,14 @@ def lint(model: Any) -> list[str]:
 
 
 def operations(model: Any) -> dict[str, int]:
-    """How many of each type of operation a model has, constants and what is no computation left out."""
+    """Return the number of a model's operations by type, without constants, inputs and outputs."""
     left_out = ("Constant", "Parameter", "Result")
     counts = Counter(op.get_type_name() for op in model.get_ops())
     return {kind: counts[kind] for kind in sorted(counts) if kind not in left_out}
 
 
 def _constant(op: Any) -> str:
-    """float16 has no such number: an infinity would take its place, and zero times that is no number."""
+    """Check a constant: float16 turns larger numbers into infinity, and zero times infinity is NaN."""
     if op.get_element_type().get_type_name() not in ("f32", "f16") or not op.get_output_size():
         return ""
     values = op.get_data()
@@ -60,7 +60,7 @@ def _constant(op: Any) -> str:
 
 
 def _slice(op: Any) -> str:
-    """`x[:, :-k]` of a concatenation was refused, `x[:, : T - k]` taken."""
+    """Check a slice: the compiler refused `x[:, :-k]` of a concatenation, and accepted `x[:, : T - k]`."""
     stop = op.input_value(2).get_node()
     if op.input_value(0).get_node().get_type_name() != "Concat" or stop.get_type_name() != "Constant":
         return ""
@@ -68,7 +68,7 @@ def _slice(op: Any) -> str:
 
 
 def _matmul(op: Any) -> str:
-    """One row of values times its weight was taken for another form of attention, and the compiler failed."""
+    """Check a product: the compiler took one row of values times its weight for attention, and failed."""
     first = op.input_value(0)
     if first.get_partial_shape().is_dynamic or len(first.get_shape()) < 2:
         return ""

@@ -29,25 +29,25 @@ def softplus(x: Array) -> Array:
 
 
 def step_unit(x: Array) -> Array:
-    """What an error of softplus is measured in at x: dt / (1 + dt / LARGE)."""
+    """Return the unit of errors of softplus at x: dt / (1 + dt / LARGE)."""
     dt = softplus(x)
     return dt / (1 + dt / LARGE)
 
 
 @cache
 def terms(function: Function, segments: int) -> tuple[Array, Array]:
-    """Ends c (n + 1,) from R down to 0 and slopes s (n,) of the piecewise linear f(x) - relu(x), a function of |x|.
+    """Return ends c (n + 1,) from R to 0 and slopes s (n,) of the piecewise linear f(x) - relu(x), a function of |x|.
 
-    Both functions have f(x) - f(-x) = x, so half of the segments, one more if their number is odd, tell all. The knots
-    lie where the integral of sqrt(|f''| / unit) is a multiple of its n-th part, which makes the errors of all segments
-    equal in that unit; they are numbers of 16 bits.
+    Both functions have f(x) - f(-x) = x, so half of the segments are enough, and one more if their number is odd. The
+    knots lie where the integral of sqrt(|f''| / unit) is a multiple of its n-th part. So the errors of all segments are
+    equal in that unit. Knots are numbers of 16 bits.
     """
     knots, values = _steps(segments) if function is softplus else _nearest(function, segments)
     return -knots, np.diff(values) / np.diff(knots)
 
 
 def _nearest(function: Function, segments: int) -> tuple[Array, Array]:
-    """Knots and values with the smallest error in units of 1, of all RANGES."""
+    """Return the knots and values with the smallest error in units of 1, over all RANGES."""
     grid = np.linspace(-20.0, 0.0, 20001)
     best = np.inf
     for end in RANGES:
@@ -62,9 +62,9 @@ def _nearest(function: Function, segments: int) -> tuple[Array, Array]:
 
 
 def _steps(segments: int) -> tuple[Array, Array]:
-    """Knots and values of softplus with errors in units of `step_unit`, as many above as below it.
+    """Return knots and values of softplus with errors in units of `step_unit`, as large above as below it.
 
-    The first segment goes on below SMALL until it meets relu(x): no step above SMALL becomes 0.
+    The first segment continues below SMALL until it meets relu(x), so that no step above SMALL becomes 0.
     """
     knots = _knots(softplus, step_unit, segments, -float(np.log(np.expm1(SMALL))))
     grid = np.linspace(knots[0], 0.0, 20001)
@@ -82,7 +82,7 @@ def _steps(segments: int) -> tuple[Array, Array]:
 
 
 def _knots(function: Function, unit: Function, segments: int, end: float) -> Array:
-    """Those from -end to 0, in float16's numbers."""
+    """Return the knots from -end to 0, rounded to float16."""
     x = np.linspace(-end, end, 40001)
     weight = np.sqrt(np.abs(np.gradient(np.gradient(function(x), x), x)) / unit(-np.abs(x)))
     area = np.concatenate([[0.0], np.cumsum((weight[1:] + weight[:-1]) / 2)])
@@ -91,7 +91,7 @@ def _knots(function: Function, unit: Function, segments: int, end: float) -> Arr
 
 
 def _closed(knots: Array, values: Array, segments: int) -> tuple[Array, Array]:
-    """With 0 among the knots: of an odd number of segments one of slope 1/2 lies over it."""
+    """Return knots and values with 0 among them: with an odd number of segments, one of slope 1/2 contains it."""
     if segments % 2 == 0:
         return knots.copy(), values
     return np.append(knots, 0.0), np.append(values, values[-1] - knots[-1] / 2)

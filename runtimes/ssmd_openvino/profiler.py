@@ -1,4 +1,4 @@
-"""A graph of OpenVINO that tells which operations a step has and how long each took."""
+"""A graph of OpenVINO that reports a step's operations and the time of each."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ class ProfiledGraph(OpenVINOGraph):
         return _ProfiledCall(super().bind(signature, inputs, outputs), self.ran)
 
     def nodes(self, step: Callable[[], object], repeats: int) -> list[Node]:
-        """Run a step so often. Returns its nodes, by the names of the plugin's own operations, with the share of the
-        time that each took. The plugin tells whole us, of all runs that there were: a node's may be a us off."""
+        """Run a step `repeats` times. Returns its nodes, each with its share of the time.
+
+        Nodes are named as the plugin's operations. The plugin reports whole us over all runs, so a node's time may be
+        off by one us.
+        """
         for _ in range(_WARM):
             step()
         before, began = self._totals(), time.perf_counter()
@@ -40,7 +43,7 @@ class ProfiledGraph(OpenVINOGraph):
         return [(name, (b - a) / took) for (name, b), (_, a) in zip(self._totals(), before, strict=True)]
 
     def _totals(self) -> list[tuple[str, float]]:
-        """The us that each node took until now; they belong to the model, whichever request ran."""
+        """Return the us of each node so far. They are counted for the model, over all requests."""
         runs = len(self.ran)
         return [(node.node_type, runs * node.real_time.total_seconds() * 1e6) for node in self.ran[-1].profiling_info]
 
@@ -56,7 +59,7 @@ class _ProfiledCall(OpenVINOCall):
 
 
 def profiled(artifact: Artifact, threads: int) -> ProfiledGraph:
-    """The model of an artifact for processors, compiled as it is to be used. Raises GraphError."""
+    """Return an artifact's model for processors, compiled as for use. Raises GraphError."""
     manifest = artifact.manifest
     more = {**(WITH_LANES if lanes_of(artifact) else {}), "PERF_COUNT": True}
     compiler = compiler_of(library.openvino().Core(), "cpu", threads, None, more=more)

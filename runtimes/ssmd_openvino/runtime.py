@@ -56,8 +56,10 @@ class OpenVINORuntime:
     name = "openvino"
 
     def __init__(self, *, probe: bool = True, weightless: bool = False) -> None:
-        """`probe`: whether the first load on another device than the CPU is tried in a process of its own. Without it,
-        `weightless`: whether what is compiled there is kept without its weights."""
+        """probe: try the first load on another device than the CPU in a process of its own.
+
+        weightless: without `probe`, keep blobs without the weights.
+        """
         self.version = library.package_version()
         self._core: Any = None
         self._probe = probe
@@ -67,11 +69,11 @@ class OpenVINORuntime:
         return devices(self._started())
 
     def load(self, artifact: Artifact, *, device: str | None = None, threads: int | None = None) -> FlatProgram:
-        """Load on `device`: "cpu", "gpu" or "npu"; by default what the artifact was built for. `threads` are those of
-        the CPU (default: the physical cores there are).
+        """Load on `device`: "cpu", "gpu" or "npu"; by default the one that the artifact was built for.
 
-        Raises ProgramError if the artifact is not one of this runtime, does not hold what its manifest says or needs
-        a newer OpenVINO, and RuntimeUnavailable for a device that is not here, cannot take it or computes it wrongly.
+        threads: those of the CPU (default: the physical cores). Raises ProgramError if the artifact is for another
+        runtime, does not match its manifest or needs a newer OpenVINO. Raises RuntimeUnavailable for a device that is
+        not here, refuses the artifact, or computes it wrongly.
         """
         manifest = artifact.manifest
         if manifest.runtime != self.name:
@@ -111,7 +113,7 @@ class OpenVINORuntime:
         return self._core
 
     def _compiler(self, artifact: Artifact, device: str, threads: int) -> Compiler:
-        """The compiler of an artifact, of a device that passed a first load with it. Raises RuntimeUnavailable."""
+        """Return the compiler of an artifact for a device that passed a trial load. Raises RuntimeUnavailable."""
         core, build = self._started(), artifact.manifest.build
         if device == "cpu":  # nothing is kept: an import holds the weights in memory twice (docs/notes/decisions.md)
             return compiler_of(core, device, threads, None, more=WITH_LANES if lanes_of(artifact) else {})
@@ -146,7 +148,7 @@ class OpenVINORuntime:
         return OpenVINOGraph(models, names, states)
 
     def _lanes(self, artifact: Artifact, threads: int, lanes: int) -> OpenVINOLanes:
-        """Open the model of a decode step of so many streams on the CPU. Raises GraphError."""
+        """Open the model of a decode step of `lanes` streams on the CPU. Raises GraphError."""
         weights, free = artifact.file(WEIGHTS), available()
         wanted = _WEIGHTS_AND_GRAPH * weights.stat().st_size
         if free is not None and free < wanted:
@@ -159,7 +161,7 @@ class OpenVINORuntime:
 
 
 def lanes_of(artifact: Artifact) -> list[int]:
-    """How many streams the models take that an artifact has of a decode step of several."""
+    """Return the numbers of streams for which an artifact has models of decode steps."""
     return [n for n in LANES if artifact.has(f"{lanes_name(n)}.xml")]
 
 
@@ -172,19 +174,21 @@ def compiler_of(
     weightless: bool = False,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Compiler:
-    """The compiler of a device ("npu") for an artifact's build, which keeps what it compiles unless that is None.
-    `more`: properties beside the usual ones."""
+    """Return the compiler of a device ("npu"). build: the artifact's, to keep blobs; None keeps none.
+
+    more: properties beside the usual ones.
+    """
     properties = {**ON_CPU, "INFERENCE_NUM_THREADS": threads} if device == "cpu" else ELSEWHERE
     return Compiler(core, PLUGINS[device], {**properties, **more}, build, weightless=weightless)
 
 
 def ways(core: Any, device: str) -> dict[str, bool]:
-    """How what is compiled for a device can be kept, by name, and whether that is without weights: the better first."""
+    """Return the ways to keep blobs for a device, the better first: {name: True if without weights}."""
     return {"weightless": True, "whole": False} if can_be_weightless(core, PLUGINS[device]) else {"whole": False}
 
 
 def _costs(artifact: Artifact, folder: Path, weightless: bool) -> str:
-    """What a first load compiles and keeps."""
+    """Return a phrase with the models that a first load compiles, and where it keeps them."""
     models = sum(name.endswith(".xml") for name in artifact.manifest.files) - len(lanes_of(artifact))
     weights = artifact.file(WEIGHTS).stat().st_size
     each = "without their weights" if weightless else f"with all weights in each, {show_size(models * weights)} or more"
@@ -192,7 +196,7 @@ def _costs(artifact: Artifact, folder: Path, weightless: bool) -> str:
 
 
 def _pack(program: FlatProgram) -> None:
-    """A first prefill of every length, in which the plugin packs the weights into memory of its own."""
+    """Run a first prefill of every length, in which the plugin packs the weights into its own memory."""
     handle = program.new_state()
     for length in program.buckets:
         program.prefill(handle, [0] * length)
@@ -210,5 +214,5 @@ def _not_newer(manifest: Manifest) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(2026, 4) of 2026.4.1; () of what is no version."""
+    """Return (2026, 4) for 2026.4.1; () if the text is not a version."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())

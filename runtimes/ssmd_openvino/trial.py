@@ -1,7 +1,7 @@
-"""Tries an artifact on a device in a process of its own: WAY ARTIFACT DEVICE, a way of runtime.ways.
+"""The trial of an artifact on a device in a process of its own. Arguments: WAY ARTIFACT DEVICE, a way of runtime.ways.
 
-It is loaded twice: what the first load compiles is kept, as compile.py says, and the second takes it from there, as
-the load that follows does. Golden values judge the second.
+It is loaded twice. The first load compiles and keeps blobs (compile.py), and the second reads them, as later loads do.
+The second is checked by golden values.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ CumBA    CumSum -> product with a triangular matrix of ones
 ReduBA   ReduceSum -> product with a row or column of ones
 ActiBA   SiLU and softplus -> a piecewise linear function
 
-An operation that no pass can replace stays, and the report names it. docs/notes/xamba.md has formulas, errors and
-measurements.
+Operations that no pass can rewrite stay unchanged, and the report lists them. docs/notes/xamba.md has the formulas,
+errors and measurements.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COUNTED = (
 
 
 class XambaError(ValueError):
-    """Passes are written wrongly; the message says what is allowed."""
+    """An invalid list of passes; the message says which are allowed."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Report:
-    """How many operations each pass replaced; operations by type (COUNTED) before and after; what was left."""
+    """The operations that each pass replaced; operations by type (COUNTED) before and after; those that were left."""
 
     replaced: Mapping[str, int]
     before: Mapping[str, int]
@@ -118,7 +118,7 @@ def apply(model: Any, passes: Passes) -> Report:
 
 
 def counts(model: Any) -> dict[str, int]:
-    """The operations of a model and of its loops, by type: those of COUNTED that there are."""
+    """Return the number of operations in a model and its loops, by type, of the types in COUNTED."""
     found = Counter(node.get_type_name() for graph in _graphs(model) for node in graph.get_ops())
     return {name: found[name] for name in COUNTED if found[name]}
 
@@ -179,7 +179,7 @@ class _Axes(NamedTuple):
 
 
 def _axes(node: Any) -> _Axes | str:
-    """Those that a node reduces or adds up along, or why no product can."""
+    """Return the axes that a node reduces or accumulates along, or the reason why no product can replace it."""
     kind, shape = node.get_element_type(), node.input_value(0).get_partial_shape()
     constant = node.input_value(1).get_node()
     if not kind.is_real():
@@ -201,7 +201,7 @@ def _axes(node: Any) -> _Axes | str:
 
 
 def _product(x: Any, rows: Array, axis: _Axes, keep: bool) -> Any:
-    """rows (M, length) times x along an axis, whose size becomes M; without `keep` the axis goes (M = 1)."""
+    """Return rows (M, length) times x along an axis, whose size becomes M; without `keep` it is removed (M = 1)."""
     op, lead = _ops(), [0] * axis.before  # a 0 of a Reshape is the size that there is
     last, folded = not axis.after, len(axis.sizes) > 1 or len(axis.after) > 1
     if folded:
@@ -237,7 +237,7 @@ def _actiba(node: Any, segments: int) -> _Replacement | str:
 
 
 def _whole_softplus(x: Any, of: Any) -> tuple[Any, Any]:
-    """relu(x) + softplus(-|x|), which is how one that cannot overflow is written, as one softplus(x)."""
+    """Return relu(x) + softplus(-|x|), the form without overflow, as one softplus(x)."""
     negated = x.get_node()
     if negated.get_type_name() != "Multiply":
         return x, of
@@ -257,11 +257,11 @@ def _whole_softplus(x: Any, of: Any) -> tuple[Any, Any]:
 
 
 def piecewise_linear(x: Any, function: Function, segments: int) -> Any:
-    """relu(x) + sum of s_i clamp(c_i - |x|, 0, c_i - c_{i+1}): each term is small and exactly 0 outside the range, so
-    that nothing cancels in 16 bits or for a large x.
+    """Return relu(x) + sum of s_i clamp(c_i - |x|, 0, c_i - c_{i+1}).
 
-    After TERMS of them the sum and |x| change their rank, which moves nothing: the CPU plugin makes one kernel of what
-    lies between, and fails for want of registers at some 27 terms.
+    Each term is small, and exactly 0 outside the range, so that no digits cancel in 16 bits or for a large x. After
+    TERMS terms the sum and |x| change their rank, which moves no data. Otherwise the CPU plugin makes one kernel of all
+    terms, and runs out of registers at some 27.
     """
     op, kind = _ops(), x.get_element_type()
     ends, slopes = terms(function, segments)

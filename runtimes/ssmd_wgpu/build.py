@@ -40,7 +40,7 @@ RECIPES = {
 
 
 class WgpuConverter:
-    """What `ssmd build` asks of a runtime. `build` is the whole of it: there is no module to convert."""
+    """The converter for `ssmd build`. `build` does all the work: no module is converted."""
 
     runtime = "wgpu"
     device_class = "gpu"

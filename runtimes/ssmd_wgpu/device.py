@@ -63,7 +63,7 @@ _TEMPLATES = Environment(
 
 @dataclass(frozen=True)
 class Found:
-    """An adapter of the system. `name` is what --device takes."""
+    """An adapter of the system. name: its name for --device."""
 
     name: str
     backend: str
@@ -135,7 +135,7 @@ def devices() -> list[Device]:
 
 
 def no_adapter(platform: str) -> str:
-    """Say what to install where there is no adapter."""
+    """Return a message with what to install if no adapter is found."""
     if platform == "darwin":
         return "wgpu finds no Metal device: it needs macOS 11 or later"
     if platform == "win32":
@@ -147,7 +147,7 @@ def no_adapter(platform: str) -> str:
 
 
 def choose(name: str | None) -> Found:
-    """Choose the adapter of that name, or the best one. Raises RuntimeUnavailable with what there is."""
+    """Choose the adapter of that name, or the best one. Raises RuntimeUnavailable, which lists the adapters."""
     found = adapters()
     if not found:
         raise RuntimeUnavailable(no_adapter(sys.platform))
@@ -165,12 +165,12 @@ def choose(name: str | None) -> Found:
 
 
 def shader(file: str, **values: Any) -> str:
-    """The text of shaders/`file`.wgsl for these sizes."""
+    """Return the text of shaders/`file`.wgsl for these sizes."""
     return _TEMPLATES.get_template(f"{file}.wgsl").render(**values)
 
 
 def digest(shaders: Path) -> str:
-    """Hash the texts of a folder of shaders: others may sum in another order."""
+    """Hash the texts of a folder of shaders: other texts may sum in another order."""
     whole = hashlib.sha256()
     for file in sorted(shaders.glob("*.wgsl")):
         whole.update(file.read_bytes())
@@ -202,8 +202,9 @@ class Gpu:
 
     @cached_property
     def subgroup(self) -> int:
-        """The least number of threads that can read one another's values; 0 where none can. wgpu-native 0.32 does not
-        tell.
+        """The least number of threads that can read one another's values; 0 if none can.
+
+        It is measured, as wgpu-native 0.32 does not report it.
         """
         if SUBGROUP not in self.found.adapter.features:
             return 0
@@ -215,8 +216,9 @@ class Gpu:
 
     @property
     def coherent(self) -> bool:
-        """Whether workgroups of one dispatch can read what others wrote. On Metal it takes a fence of the whole device,
-        and wgpu writes none.
+        """True if workgroups of one dispatch can read values that others wrote.
+
+        On Metal this needs a fence of the whole device, which wgpu does not emit.
         """
         return COHERENT in self.found.adapter.features and self.found.backend != BACKENDS["Metal"]
 
@@ -227,7 +229,7 @@ class Gpu:
         return most // 16 * 16
 
     def buffer(self, nbytes: int) -> Any:
-        """A buffer of zeros. Raises GraphError if there is no memory for it."""
+        """Return a buffer of zeros. Raises GraphError if there is no memory for it."""
         flags = library.wgpu().BufferUsage
         usage = flags.STORAGE | flags.COPY_SRC | flags.COPY_DST
         size = max(16, -(-nbytes // 16) * 16)
@@ -259,7 +261,7 @@ class Gpu:
                 raise GraphError(f"nothing can be written to {self.found.name}: {err}") from err
 
     def answers(self) -> bool:
-        """Whether the device is still there."""
+        """Return True if the device still works."""
         try:
             self.recorder.probe()
         except GraphError:
@@ -306,7 +308,7 @@ class Gpu:
         return self._layouts[bindings]
 
     def bound(self, kernel: Kernel, group: int, regions: Mapping[str, Region]) -> Any:
-        """A bind group of the kernel from the regions that it names."""
+        """Return a bind group of the kernel from the regions that it names."""
         entries = []
         for name, number in kernel.bindings[group].items():
             region = regions[name]

@@ -39,7 +39,7 @@ class Handles:
         return handle
 
     def at_hand(self, model: Model, handle: Handled, more: int) -> Slot:
-        """The handle's slot, brought back to the device if need be, with room for `more` tokens."""
+        """Return the handle's slot, copied back to the device if needed, with room for `more` tokens."""
         if handle.slot is None:
             assert handle.away is not None
             slot = self._new_slot(model, handle.position + more, None)
@@ -58,7 +58,7 @@ class Handles:
             model.slots.give(slot)
 
     def forget(self) -> None:
-        """Forget all that is on the device, which is gone, or about to go."""
+        """Drop all slots on the device, which is lost or about to be closed."""
         for handle in self.live:
             handle.slot, handle.lost = None, True
         self.live.clear()
@@ -117,7 +117,7 @@ class Handles:
                     raise
 
     def _send_away(self, model: Model, keep: Handled | None) -> bool:
-        """Take the whole handle that was used least recently off the device. False if there is none."""
+        """Move the least recently used whole handle off the device. Returns False if there is none."""
         for handle in self.live:
             if handle.missing is None and handle is not keep and handle.slot is not None:
                 handle.away = self.read(model, handle, 0)

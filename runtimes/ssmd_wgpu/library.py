@@ -19,7 +19,7 @@ from ssmd.runtime.protocol import RuntimeUnavailable
 
 
 def package_version() -> str:
-    """The version of wgpu-py that is installed. Raises ImportError where none is."""
+    """Return the installed version of wgpu-py. Raises ImportError if it is not installed."""
     try:
         return version("wgpu")
     except PackageNotFoundError as err:
@@ -40,7 +40,7 @@ def wgpu() -> Any:
 
 @cache
 def native() -> tuple[Any, Any, Any]:
-    """wgpu-native's lib and ffi, and the handler that errors come to."""
+    """Return wgpu-native's lib and ffi, and the handler of its errors."""
     wgpu()
     from wgpu.backends.wgpu_native._api import error_handler, ffi, lib
 
@@ -49,7 +49,7 @@ def native() -> tuple[Any, Any, Any]:
 
 @contextmanager
 def raising(what: str) -> Iterator[None]:
-    """Errors of C functions called inside are raised as GraphError instead of written to a log."""
+    """Raise errors of C functions called inside as GraphError, instead of logging them."""
     handler = native()[2]
     handler.capture(what)
     try:

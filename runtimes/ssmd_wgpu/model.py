@@ -19,12 +19,12 @@ from ssmd_wgpu.ssd import CHUNK
 
 
 class Model:
-    """A plan's weights and kernels on a device. Raises GraphError if there is no room for it or a shader is refused."""
+    """A plan's weights and kernels on a device. Raises GraphError if it has no room, or a shader is refused."""
 
     def __init__(
         self, gpu: Gpu, plan: PackedPlan, weights: Weights, most_tokens: int, half: bool, tiling: Tiling
     ) -> None:
-        """`half`: whether keys and values are float16."""
+        """half: keys and values are float16."""
         self.gpu, self.plan, self.most_tokens, self.tiling = gpu, plan, most_tokens, tiling
         self._half = half
         self._chunked = tiling.chunked and most_tokens > CHUNK
@@ -91,11 +91,11 @@ class Model:
         }
 
     def prefill(self, count: int) -> Sequence[Op]:
-        """The operations of `count` tokens of one stream."""
+        """Return the operations of `count` tokens of one stream."""
         return self._prefills[-1 if count > CHUNK else 0]
 
     def decode(self, count: int) -> Sequence[Op]:
-        """The operations of a token of each of `count` streams, by kernels for 1, 2, 4 or 8, which are kept."""
+        """Return the operations of a token of each of `count` streams, by kernels for 1, 2, 4 or 8. They are cached."""
         streams = columns(count)
         if streams not in self._steps:
             layers, stride = range(len(self.plan.layers)), self._stride
@@ -104,11 +104,11 @@ class Model:
         return self._steps[streams]
 
     def step(self, count: int, pages: int) -> list[Dispatch]:
-        """The dispatches of a token of each of `count` streams, the longest of which has so many pages."""
+        """Return the dispatches of a token of each of `count` streams. pages: those of the longest stream."""
         return self.slots.step(self.decode(count), count, pages)
 
     def step_cost(self, streams: int) -> float:
-        """What steps of so many streams cost, where one of one is 1. Where that was not tried: the number of them."""
+        """Return the cost of steps of `streams` streams; a step of one costs 1. Without a trial it is their number."""
         whole, rest = divmod(streams, STREAMS)
         return sum(self._cost(n) for n in [STREAMS] * whole + [rest] * bool(rest))
 
@@ -117,16 +117,19 @@ class Model:
         return float(streams) if one is None or took is None or not self.tiling.together else took / one
 
     def logits(self, row: int) -> Region:
-        """Where the logits of a step's stream are, those of a prefill in row 0."""
+        """Return the place of the logits of a step's stream; those of a prefill are in row 0."""
         return Region(self._logits.buffer, 4 * row * self._stride, 4 * self.plan.vocabulary)
 
     @property
     def producer(self) -> str:
-        """What an exact resume needs beside the build: other drivers, kernels and tilings sum in another order."""
+        """The versions that an exact resume needs beside the build: others sum in another order.
+
+        These are wgpu, the kernels, the adapter with its driver, and the tiling.
+        """
         versions = f"wgpu {library.package_version()}, kernels {digest(SHADERS)[:8]}"
         return f"{versions}; {self.gpu.found.description}; {self.tiling}"
 
 
 def columns(streams: int) -> int:
-    """Streams of the kernels that a step of so many is computed by: 1, 2, 4 or 8."""
+    """Return the streams of the kernels for a step of `streams` streams: 1, 2, 4 or 8."""
     return 1 << (streams - 1).bit_length()

@@ -38,7 +38,7 @@ def operation(
     tokens: int = 0,
     paged: bool = False,
 ) -> Op:
-    """A shader over regions, of which it binds those that it names. Raises GraphError if the device refuses it."""
+    """Return an operation: a shader with the regions that it names. Raises GraphError if the device refuses it."""
     if grid[0] > MOST_GROUPS or grid[1] > MOST_GROUPS:
         raise GraphError(f"a dispatch of {grid} workgroups is more than any device takes")
     kernel = gpu.kernel(text)

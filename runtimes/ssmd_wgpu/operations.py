@@ -1,9 +1,9 @@
-"""The operations of a plan: which kernels, over which buffers, for a token of some streams each and for T of one.
+"""The operations of a plan: kernels over buffers, for one token each of some streams, or T tokens of one.
 
-Buffers of T rows, each a token or a stream of the call: x (T, hidden) the residual stream; wide and qkv, what a first
-product gives; u, after a convolution; bc and dt, of Mamba-1; y, what a mixer gives; scale (T).
+Buffers of T rows, each a token or a stream of the call: x (T, hidden), the residual stream; wide and qkv, outputs of a
+first product; u, after a convolution; bc and dt, of Mamba-1; y, output of a mixer; scale (T).
 
-`streams` is how many the kernels of a decode step are made for, and 0 in a prefill.
+streams: the number of streams that a decode step's kernels are made for; 0 in a prefill.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _NO_BOUND = 3.0e38  # of dt
 
 
 class Operations:
-    """Makes the operations of a plan. `half`: whether keys and values are float16. Raises GraphError if the device
-    refuses one.
+    """The maker of a plan's operations. half: keys and values are float16.
+
+    Raises GraphError if the device refuses one.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Operations:
             yield operation(self._gpu, text, regions, (-(-m.sizes["blocks"] // 64), 1), tokens=1)
 
     def head(self, logits: Region, stride: int, streams: int) -> Iterator[Op]:
-        """The operations of the head, into rows `stride` values apart; of the last token alone in a prefill."""
+        """Yield the operations of the head, into rows `stride` values apart; in a prefill only for the last token."""
         name = "embedding" if self._plan.tied else "head"
         norm: dict[str, Any] = {"gain": self._parts[""].at["norm"], "eps": f32(self._plan.eps), "bias": None}
         parts = self._matrices[name].parts
@@ -62,7 +63,7 @@ class Operations:
         yield from self._products.matvec(name, "", "x", logits, stride, columns, parts, last_row=not streams, **norm)
 
     def layer(self, i: int, streams: int, *, chunked: bool = False) -> Iterator[Op]:
-        """The operations of layer `i`; `chunked`: Mamba-2 by chunks."""
+        """Yield the operations of layer `i`. chunked: Mamba-2 by chunks."""
         layer = self._plan.layers[i]
         parts = [(f"layer{i}_mixer{j}", mixer) for j, mixer in enumerate(layer.mixers)]
         if not streams and parts:
@@ -252,7 +253,7 @@ class Operations:
 
 
 def _unit(cut: Slices | None) -> int:
-    """Blocks that a matvec sums up by themselves, as a kernel that has a slice of them does."""
+    """Return the number of blocks that a matvec sums separately, as a kernel with a slice of them does."""
     return 1 if cut is None else cut.unit
 
 

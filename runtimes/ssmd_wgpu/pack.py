@@ -1,4 +1,4 @@
-"""How weights stand in an artifact's file: a safetensors file whose matrices are rows of whole 16-byte blocks.
+"""The form of weights in an artifact's file: safetensors, with matrices as rows of whole 16-byte blocks.
 
     f32   F32 (N, 4 KB)
     f16   F16 (N, 8 KB)
@@ -46,7 +46,7 @@ class PackError(ValueError):
 
 
 def format_of(name: str, quantization: Format) -> Format:
-    """The format of a matrix in an artifact of that quantization."""
+    """Return the format of a matrix in an artifact of that quantization."""
     if quantization in ("f32", "f16"):
         return quantization
     if name.rpartition("_")[2] in _SMALL:
@@ -55,7 +55,7 @@ def format_of(name: str, quantization: Format) -> Format:
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is packed in a format; small tables of two axes are not."""
+    """Return True if a parameter is packed in a format; small tables of two axes are not."""
     return len(shape) == 2 and name.rpartition("_")[2] not in ("conv", "A", "cos", "sin")
 
 
@@ -65,13 +65,13 @@ def blocks(columns: int, fmt: Format) -> int:
 
 
 def nbytes(rows: int, columns: int, fmt: Format) -> int:
-    """Bytes of a packed matrix (rows, columns), with its scales."""
+    """Return the bytes of a packed matrix (rows, columns), with its scales."""
     scale = {"int8": 4, "int4": 2 * blocks(columns, fmt)}.get(fmt, 0)
     return rows * (16 * blocks(columns, fmt) + scale)
 
 
 def encode(rows: NDArray[np.float32], fmt: Format) -> tuple[Array, ...]:
-    """Rows (n, K) as they stand in the file: values and, where the format has them, scales. Raises PackError."""
+    """Encode rows (n, K) for the file: values and, if the format has them, scales. Raises PackError."""
     padded = np.zeros((len(rows), blocks(rows.shape[1], fmt) * VALUES[fmt]), np.float32)
     padded[:, : rows.shape[1]] = rows
     if fmt == "f32":
@@ -92,7 +92,7 @@ def encode(rows: NDArray[np.float32], fmt: Format) -> tuple[Array, ...]:
 
 
 def decoded(columns: int, fmt: Format, values: Array, *scales: Array) -> NDArray[np.float32]:
-    """What the kernels compute with, (n, K): the inverse of `encode`."""
+    """Decode rows to the kernels' values (n, K): the inverse of `encode`."""
     if fmt == "int4":
         parts = values.reshape(len(values), -1, 4)
         levels = np.stack([parts & 15, parts >> 4], 2).reshape(len(values), -1, 32)
@@ -126,7 +126,7 @@ class Matrix:
 
 
 class Weights:
-    """An artifact's mapped file of weights, every tensor of which has the shape that `parameters` says."""
+    """An artifact's mapped file of weights. Every tensor has its shape in `parameters`."""
 
     def __init__(self, file: Path, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Map a file of packed weights. Raises ProgramError if a tensor is missing, one too many, or does not fit."""
@@ -154,7 +154,7 @@ class Weights:
             )
 
     def rows(self, name: str) -> Iterator[NDArray[np.float32]]:
-        """A parameter as the kernels compute with it, in float32, some rows at a time."""
+        """Yield a parameter's values in the kernels as float32, some rows at a time."""
         if name in self.vectors:
             yield self.vectors[name]
             return

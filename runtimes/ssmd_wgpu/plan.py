@@ -1,10 +1,10 @@
-"""plan.json of an artifact: a model's plan as its weights are packed for shaders.
+"""plan.json of an artifact: a model's plan for weights that are packed for shaders.
 
-The file of weights has the plan's parameters (ssmd/model/plan.py), of which the shaders have some otherwise:
-    qkv                       q, k and v as one matrix, ((H + 2 G) D, hidden), with qkv_bias
-    conv, A                   channels first: (C, width), Mamba-1's A (C, N)
-    norm1, norm2              also where the model calls it `norm`, as a layer has one of them alone
-    rope_cos, rope_sin        (context, R / 2), where a layer rotates
+The file of weights has the plan's parameters (ssmd/model/plan.py), some of them in another form:
+    qkv                       q, k and v as one matrix, ((H + 2 G) D, hidden), with qkv_bias.
+    conv, A                   channels first: (C, width), Mamba-1's A (C, N).
+    norm1, norm2              also if the plan's name is `norm`, in a layer with only one norm.
+    rope_cos, rope_sin        (context, R / 2), if a layer rotates.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PackedPlan(Plan):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, fields: Any) -> Any:
-        """Older files say of no RoPE how it is stretched: there was one way."""
+        """Add the kind of RoPE's scaling to older files, which support only one."""
         match fields:
             case {"rope": {"scaling": {"low_freq_factor": _} as scaling} as rope} if "kind" not in scaling:
                 return {**fields, "rope": {**rope, "scaling": {**scaling, "kind": "llama3"}}}

@@ -24,20 +24,23 @@ OWN = "threads_per_row", "rows_per_thread", "subgroups", "ahead", "rows_of_sever
 
 
 def shape(rows: int, columns: int, fmt: str) -> str:
-    """The name of a shape of matrices."""
+    """Return the name of a shape of matrices."""
     return f"{rows}x{columns} {fmt}"
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How products are cut: `threads_per_row` and `rows_per_thread` of a matvec, `tile` tokens and rows of a matmul
-    of which a thread has `quads` times 4 each way.
+    """The tiling of products.
 
-    `subgroups`: whether threads add up among themselves, not in memory they share. `chunked`: whether a prefill of more
-    than a chunk computes Mamba-2 by chunks. `fused`: whether a step of one stream goes on with the next product where a
-    kernel can; `together`: whether streams share a step. `ahead`: blocks that a thread of one stream's matvec reads
-    before it uses the first; `rows_of_several`: rows of a thread in a step of several streams, 0 for as many as in one
-    of one. These four change no bit. `shapes`: what matrices of some shapes have otherwise, by name of OWN.
+    threads_per_row, rows_per_thread: of a matvec. tile: tokens and rows of a matmul; a thread has `quads` times 4 each
+    way. subgroups: threads add up among themselves, not in shared memory. chunked: a prefill of more than a chunk
+    computes Mamba-2 by chunks.
+
+    These four change no bit. fused: in a step of one stream a kernel continues with the next product if it can.
+    together: streams share a step. ahead: blocks that a thread of one stream's matvec reads before it uses the first.
+    rows_of_several: rows of a thread in a step of several streams; 0: as many as in a step of one.
+
+    shapes: other values for matrices of some shapes, named in OWN.
     """
 
     threads_per_row: int
@@ -60,12 +63,12 @@ class Tiling:
         return f"{matvec}, {self.tile}/{self.quads}{'c' if self.chunked else ''}{own}"
 
     def of(self, m: Placed) -> Tiling:
-        """The tiling of products with this matrix."""
+        """Return the tiling of products with this matrix."""
         own = dict(self.shapes).get(shape(m.rows, m.columns, m.fmt))
         return self if own is None else self.having(own)
 
     def having(self, own: tuple[int, ...]) -> Tiling:
-        """This tiling with what the matrices of a shape have otherwise. Raises ValueError for another count of them."""
+        """Return this tiling with a shape's own values. Raises ValueError if their number is wrong."""
         threads, rows, subgroups, units, several, tile, quads = own
         made = replace(self, threads_per_row=threads, rows_per_thread=rows, subgroups=bool(subgroups), ahead=units)
         return replace(made, rows_of_several=several, tile=tile, quads=quads, shapes=())
@@ -77,7 +80,7 @@ HARDWARE = Tiling(16, 4, 64, 2, chunked=True)  # where nothing could be measured
 
 @dataclass(frozen=True)
 class Slices:
-    """How the columns of a matrix are cut: into `count` slices of `unit` blocks of 16 bytes."""
+    """The cut of a matrix's columns into `count` slices of `unit` blocks of 16 bytes."""
 
     unit: int
     count: int
@@ -85,7 +88,7 @@ class Slices:
 
 @dataclass(frozen=True)
 class Spread:
-    """What a kernel needs to go on with a product x += V v, a slice of v to a workgroup (shaders/spread.wgsl)."""
+    """A kernel's continuation with a product x += V v, a slice of v to a workgroup (shaders/spread.wgsl)."""
 
     slices: Slices
     sizes: dict[str, Any]
@@ -93,9 +96,10 @@ class Spread:
 
 
 def slices_of(m: Placed, width: int = 0) -> Slices | None:
-    """The slices of a matrix, of `width` columns where that is given; None where they do not fit or are too many sums.
+    """Return the slices of a matrix, of `width` columns if given; None if they do not fit or are too many sums.
 
-    Two blocks of int4 at least: a lone product with its scale might be contracted with the addition that follows it.
+    A slice has at least two blocks of int4: a compiler might contract a single product with its scale and the addition
+    that follows.
     """
     values, least = VALUES[m.fmt], 2 if m.fmt == "int4" else 1
     if width:
@@ -111,14 +115,15 @@ def slices_of(m: Placed, width: int = 0) -> Slices | None:
 
 
 def rows_per_thread(tiling: Tiling, streams: int) -> int:
-    """Rows that a thread of a matvec has: fewer, where their sums over all streams would not fit into registers."""
+    """Return the rows of a matvec's thread: fewer if their sums over all streams would not fit into registers."""
     wanted = tiling.rows_per_thread if streams == 1 else tiling.rows_of_several or tiling.rows_per_thread
     return max(2, min(wanted, 32 // streams))
 
 
 def ahead(tiling: Tiling, fmt: Format, streams: int, rows: int, unit: int) -> int:
-    """Units of blocks that a thread reads before it uses the first: no more than its registers hold; of int4 one, as
-    Mesa's compiler sums up unrolled units of it otherwise than those of a loop.
+    """Return the units of blocks that a thread reads before it uses the first: at most as many as its registers hold.
+
+    For int4 it is one, as Mesa's compiler sums unrolled units in another order than those of a loop.
     """
     return max(1, min(tiling.ahead, 16 // (rows * unit))) if streams == 1 and fmt != "int4" else 1
 
@@ -155,8 +160,9 @@ class Products:
         biased: bool = True,
         **sizes: Any,
     ) -> Iterator[Op]:
-        """The operations of a product y = W x: a matvec for a token of each of `streams`, or a matmul of T tokens where
-        there are none. `gain`: of the norm of x.
+        """Yield the operations of a product y = W x: a matvec for a token of each stream, or a matmul of T tokens.
+
+        streams: 0 for a matmul. gain: the place of the gain of x's norm.
         """
         bias = self._parts[part].at.get(name.partition("_")[2] + "_bias") if biased else None
         m = self._matrices[name]
@@ -200,7 +206,7 @@ class Products:
         last_row: bool = False,
         **sizes: Any,
     ) -> Iterator[Op]:
-        """A matvec for each of these parts of a matrix, into rows of y that are `y_stride` values apart."""
+        """Yield a matvec for each of these parts of a matrix, into rows of y that are `y_stride` values apart."""
         m = self._matrices[name]
         t = self._tiling.of(m)
         for cut in parts:
@@ -230,14 +236,14 @@ class Products:
         return slices_of(self._matrices[name], width)
 
     def goes_on(self, bindings: int) -> bool:
-        """Whether the last workgroup of a kernel of so many bindings may go on with what all of them found."""
+        """Return True if a kernel's last workgroup may continue with the results of all. bindings: the kernel's."""
         most: int = self._gpu.limits["max-storage-buffers-per-shader-stage"]
         return self._tiling.fused and self._gpu.coherent and bindings <= most
 
     def spread(
         self, name: str, part: str, cut: Slices | None, bindings: int, eps: float | None = None
     ) -> Spread | None:
-        """What a kernel of so many bindings needs to go on with a product, or None. `eps`: of a norm before it."""
+        """Return a kernel's continuation with a product, or None. bindings: the kernel's. eps: of a norm before it."""
         m = self._matrices[name]
         if cut is None or not self.goes_on(bindings) or len(m.parts) > 1:
             return None
@@ -253,7 +259,7 @@ class Products:
         return Spread(cut, sizes, {**regions, "SUMS": self._buffers["sums"], "COUNT": self._buffers["count"]})
 
     def mlp(self, into: str, down: str, part: str, gain: int, end: str, cut: Slices | None) -> Op | None:
-        """A whole MLP as one kernel; None where that cannot be."""
+        """Return a whole MLP as one kernel; None if that is not possible."""
         w, found = self._matrices[into], self.spread(down, part, cut, 8)
         if found is None or len(w.parts) > 1:
             return None
@@ -282,7 +288,7 @@ class Products:
         return operation(self._gpu, text, regions, (found.slices.count, 1))
 
     def whole(self, name: str) -> Part:
-        """A matrix that must be one binding. Raises GraphError with what would fit."""
+        """Return a matrix that must be one binding. Raises GraphError, which says what would fit."""
         m, most = self._matrices[name], self._gpu.binding_bytes
         if len(m.parts) > 1:
             fitting = [f for f in VALUES if nbytes(m.rows, m.columns, f) <= most]

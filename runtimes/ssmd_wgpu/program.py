@@ -62,7 +62,7 @@ class WgpuProgram(CheckedProgram[Handled]):
                 dispatches = model.step(1, len(slot.pages))
             else:
                 dispatches = model.slots.dispatches(model.prefill(len(ids)), len(ids))
-            # Not all at once: a driver takes what runs for seconds for a hang, and no window moves meanwhile.
+            # Not all at once: a driver treats work of several seconds as a hang, and the desktop freezes meanwhile.
             while len(dispatches) > _AT_ONCE:
                 model.gpu.recorder.submit(dispatches[:_AT_ONCE])
                 dispatches = dispatches[_AT_ONCE:]
@@ -128,7 +128,7 @@ class WgpuProgram(CheckedProgram[Handled]):
 
     @contextmanager
     def _device(self) -> Iterator[Model]:
-        """The model on its device. If that is lost inside, it is loaded again, and StateLost raised."""
+        """Yield the model on its device. If the device is lost meanwhile, it is loaded again, and StateLost raised."""
         try:
             if self._loaded is None:
                 self._loaded = self._load_model()

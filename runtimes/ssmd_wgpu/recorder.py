@@ -48,12 +48,14 @@ def dispatch(pipeline: Any, group0: Any, group1: Any, x: int, y: int) -> Dispatc
 
 
 class Recorder:
-    """Records and submits the dispatches of one device. With SSMD_WGPU_WRAPPED=1 wgpu-py records, which says at which
-    call something is wrong, and takes eight times as long.
+    """A recorder that submits the dispatches of one device.
+
+    With SSMD_WGPU_WRAPPED=1 it records with wgpu-py, which reports errors at the call that caused them, but takes eight
+    times as long.
     """
 
     def __init__(self, device: Any, queue: Any, *, early: bool = False) -> None:
-        """`early`: what is read back is submitted in parts, so that the device computes while the rest is recorded."""
+        """early: submit dispatches before a read in parts, so that the device computes while the rest is recorded."""
         self._wrapped, self._queue_wrapped, self.early = device, queue, early
         self._debugging = os.environ.get("SSMD_WGPU_WRAPPED", "") not in ("", "0")
         lib, ffi, _ = library.native()
@@ -81,9 +83,9 @@ class Recorder:
         *,
         probed: bool = False,
     ) -> None:
-        """Clears, then dispatches, then copies, in order. `probed`: something was written to the device just before.
+        """Submit clears, then dispatches, then copies, in order. Raises GraphError if the device refuses or is lost.
 
-        Raises GraphError if the device refuses or is lost.
+        probed: a write to the device just before has shown that it works.
         """
         if not probed:
             self.probe()

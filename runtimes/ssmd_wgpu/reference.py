@@ -1,4 +1,4 @@
-"""What a plan computes, in numpy and float64: an artifact's golden values, from weights that are not packed.
+"""The reference of a plan's arithmetic, in numpy and float64: an artifact's golden values, from unpacked weights.
 
 Written from the papers; a layer's weights are read when it is computed and then let go.
 Glossary: T tokens, C channels, N d_state, H heads, G key/value heads or groups, D head_dim.
@@ -28,13 +28,13 @@ def softplus(x: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
-    """arXiv:1910.07467, over the last axis."""
+    """Normalize over the last axis (arXiv:1910.07467)."""
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
     return x if weight is None else x * weight
 
 
 def causal_conv(x: Array, weight: Array, bias: Array | None) -> Array:
-    """x (T, C), weight (C, width) -> (T, C), from an empty past."""
+    """Convolve x (T, C) with weight (C, width) -> (T, C), from an empty past."""
     length, width = len(x), weight.shape[1]
     padded = np.concatenate([np.zeros((width - 1, x.shape[1])), x])
     y = sum(padded[k : k + length] * weight[:, k] for k in range(width))
@@ -42,7 +42,7 @@ def causal_conv(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 def selective_scan(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> Array:
-    """arXiv:2312.00752, algorithm 2: x and dt (T, C), a (C, N), b and c (T, N), d (C,) -> (T, C)."""
+    """Compute algorithm 2 of arXiv:2312.00752: x and dt (T, C), a (C, N), b and c (T, N), d (C,) -> (T, C)."""
     state, ys = np.zeros_like(a), []
     for xt, dtt, bt, ct in zip(x, dt, b, c, strict=True):
         state = np.exp(dtt[:, None] * a) * state + np.outer(dtt * xt, bt)
@@ -51,8 +51,10 @@ def selective_scan(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) 
 
 
 def ssd(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> Array:
-    """x (T, H, P), dt (T, H), a and d (H,), b and c (T, G, N) -> (T, H, P): the quadratic form of arXiv:2405.21060,
-    section 5, which holds no state."""
+    """Compute the quadratic form of arXiv:2405.21060, section 5, which holds no state.
+
+    x (T, H, P), dt (T, H), a and d (H,), b and c (T, G, N) -> (T, H, P).
+    """
     each = x.shape[1] // b.shape[1]
     logs = np.cumsum(dt * a, 0)  # (T, H): of the decay since the beginning
     decays = np.exp(np.minimum(logs[:, None] - logs[None], 0.0)) * np.tri(len(x))[..., None]  # (T, S, H)
@@ -62,7 +64,7 @@ def ssd(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> Array:
 
 
 def rope(x: Array, cos: Array, sin: Array) -> Array:
-    """x (T, heads, D), cos and sin (T, R / 2): the first R values of each head are rotated (arXiv:2104.09864)."""
+    """Rotate the first R values of each head (arXiv:2104.09864): x (T, heads, D), cos and sin (T, R / 2)."""
     half = cos.shape[1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
@@ -70,7 +72,7 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def attention(q: Array, k: Array, v: Array) -> Array:
-    """q (T, H, D) scaled, k and v (T, G, D) -> (T, H, D), each token over those up to its own."""
+    """Attend with each token to those up to its own: q (T, H, D) scaled, k and v (T, G, D) -> (T, H, D)."""
     length, each = len(q), q.shape[1] // k.shape[1]
     k, v = np.repeat(k, each, 1), np.repeat(v, each, 1)
     scores = np.einsum("thd,shd->hts", q, k)
@@ -88,7 +90,7 @@ class Reference:
         self._cos = self._sin = np.empty((0, 0))
 
     def logits(self, tokens: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
-        """(k, V) after the tokens at these positions."""
+        """Return logits (k, V) after the tokens at these positions."""
         plan = self._plan
         if plan.rotated:
             self._cos, self._sin = (self._whole(name)[: len(tokens)] for name in ("rope_cos", "rope_sin"))

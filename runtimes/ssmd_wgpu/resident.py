@@ -130,7 +130,7 @@ class Resident:
 
 
 def _advice(weights: Weights) -> str:
-    """Which quantization would take less memory, and how much."""
+    """Return advice with a quantization that takes less memory, and how much."""
     sizes = {
         fmt: sum(nbytes(m.rows, m.columns, fmt) for m in weights.matrices.values()) for fmt in ("f16", "int8", "int4")
     }

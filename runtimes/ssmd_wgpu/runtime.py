@@ -32,10 +32,10 @@ class WgpuRuntime:
         return devices()
 
     def load(self, artifact: Artifact, *, device: str | None = None, threads: int | None = None) -> WgpuProgram:
-        """Load on `device`: "gpu", the best adapter, or one of `devices`. `threads`, of a processor, change nothing.
+        """Load on `device`: "gpu", the best adapter, or one of `devices`. threads: has no effect on a GPU.
 
-        Raises ProgramError if the artifact is not one of this runtime, does not hold what its manifest says or does
-        not fit the device, and RuntimeUnavailable for a device that is not here.
+        Raises ProgramError if the artifact is for another runtime, does not match its manifest or does not fit the
+        device. Raises RuntimeUnavailable for a device that is not here.
         """
         manifest = artifact.manifest
         if manifest.runtime != self.name:

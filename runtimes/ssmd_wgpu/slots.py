@@ -1,7 +1,7 @@
 """Slots: the states of all handles in a device's memory, in canonical layout, and the bind groups over them.
 
-A recurrent tensor has one buffer for all slots, `index` after `index`; a key or value tensor one for all pages of PAGE
-rows (kv_heads, head_dim). Which pages a slot has, in order, stands in the control buffer beside what a call is about.
+A recurrent tensor has one buffer for all slots, `index` after `index`. A key or value tensor has one buffer for all
+pages of PAGE rows (kv_heads, head_dim). The control buffer holds each slot's pages in order, and the input of a call.
 So one dispatch reaches the states of every handle, and a cache grows by a page without a copy.
 """
 
@@ -39,7 +39,7 @@ class Slot:
 
 
 class Slots:
-    """The slots of one model on a device. Calls may raise GraphError: there is no memory, or the device is lost."""
+    """The slots of one model on a device. Calls raise GraphError if memory is short or the device is lost."""
 
     def __init__(self, gpu: Gpu, spec: StateSpec, most_tokens: int, context: int) -> None:
         self._gpu, self._spec = gpu, spec
@@ -60,7 +60,7 @@ class Slots:
     # slots
 
     def take(self) -> Slot:
-        """A slot whose state is zero and which has no rows."""
+        """Return a slot with a state of zeros and no rows."""
         if not self._free:
             most = min([RESIDENT, *(self._gpu.binding_bytes // t.nbytes_at(0) for t in self._spec.recurrent)])
             self._resize(max(1, 2 * self._count), most, paged=False)
@@ -89,12 +89,12 @@ class Slots:
         return max((page + 1 for slot in self._taken for page in slot.pages), default=0)
 
     def trim(self) -> None:
-        """Give back the memory of slots and pages at the end that nobody has."""
+        """Free the memory of unused slots and pages at the end."""
         self._resize(min(self._count, max(1, self._used)), self._count, paged=False)
         self._resize(min(self._page_count, max(_FIRST_PAGES, self._used_pages)), self._page_count, paged=True)
 
     def reserve(self, slot: Slot, rows: int) -> None:
-        """Give a slot pages for so many rows."""
+        """Give a slot pages for a number of rows."""
         wanted = -(-rows // self.page) if self._spec.rows else 0
         while len(self._free_pages) < wanted - len(slot.pages):
             most = min(self._gpu.binding_bytes // self._page_bytes(t) for t in self._spec.rows)
@@ -120,12 +120,12 @@ class Slots:
         self._gpu.recorder.submit([], copies)
 
     def region(self, slot: Slot, t: TensorSpec) -> Region:
-        """Where a slot's recurrent tensor stands."""
+        """Return the place of a slot's recurrent tensor."""
         size = t.nbytes_at(0)
         return Region(self._buffers[t.name].buffer, slot.index * size, size)
 
     def rows(self, slot: Slot, t: TensorSpec, first: int, last: int) -> Iterator[Region]:
-        """Where rows [first, last) of a slot's key or value tensor stand, page by page."""
+        """Yield the places of rows [first, last) of a slot's key or value tensor, page by page."""
         size = row_bytes(t)
         while first < last:
             count = min(last, (first // self.page + 1) * self.page) - first
@@ -188,7 +188,7 @@ class Slots:
     # calls
 
     def feed(self, slots: Sequence[Slot], positions: Sequence[int], tokens: NDArray[np.int32]) -> None:
-        """Write what the next dispatches read: a slot and the tokens of a prefill, or slots with one each."""
+        """Write the input of the next dispatches: a slot and the tokens of a prefill, or slots with one token each."""
         streams = self._words[:CONTROL].reshape(STREAMS, 4)
         for i, (slot, position) in enumerate(zip(slots, positions, strict=True)):
             streams[i, :3] = position, len(tokens), slot.index
@@ -196,7 +196,7 @@ class Slots:
         self._gpu.write(self.control, self._words[: CONTROL + len(tokens)])
 
     def step(self, ops: Sequence[Op], count: int, parts: int) -> list[Dispatch]:
-        """The dispatches of a decode step of `count` streams, which are kept. `parts`: pages of the longest cache."""
+        """Return the cached dispatches of a decode step of `count` streams. parts: pages of the longest cache."""
         key = (id(ops), count, parts)
         if key not in self._made:
             self._made[key] = ops, self.dispatches(ops, count, parts)
@@ -215,7 +215,7 @@ class Slots:
         return made
 
     def _group(self, kernel: Kernel, layer: int) -> Any:
-        """Group 1 of a kernel over these slots, or None where the kernel has none."""
+        """Return bind group 1 of a kernel over these slots; None if the kernel has none."""
         if len(kernel.layouts) < 2:
             return None
         key = (id(kernel.layouts[1]), layer, *kernel.bindings[1])

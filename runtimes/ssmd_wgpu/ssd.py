@@ -16,8 +16,10 @@ Step = tuple[str, tuple[int, int], int]  # a shader's text, its workgroups, and 
 
 
 def recurrence(sizes: Mapping[str, Any], *, chunked: bool) -> Iterator[Step]:
-    """Make the shaders of a Mamba-2 recurrence. `sizes`: heads, head_dim, states, groups; places in small vectors a,
-    dt_bias, d; u_stride, z_stride, dt_offset, dt_low, dt_high, and whether there is a gate.
+    """Make the shaders of a Mamba-2 recurrence.
+
+    sizes: heads, head_dim, states, groups; places in small vectors a, dt_bias, d; u_stride, z_stride, dt_offset,
+    dt_low, dt_high; and a flag if there is a gate.
     """
     heads, head_dim, states = (sizes[name] for name in ("heads", "head_dim", "states"))
     inner = heads * head_dim

@@ -1,7 +1,7 @@
-"""A trial of a model on a GPU: whether a stream gives the same bits in a step of its own and among others, and what
-steps of several cost.
+"""The trial of a model on a GPU: a stream must give the same bits in a step of its own and in a step of several.
 
-The shaders sum in one order however many streams there are. A compiler that nobody tested might see it otherwise.
+It also measures steps of several streams. The shaders sum in one order for any number of streams, but an untested
+compiler might change it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _THEN = "", "products are not fused", "threads have two rows", "streams are deco
 
 
 def tried(model: Model, tuning: Tuning) -> Model:
-    """The model, simplified until streams do not depend on their company; as an earlier trial of this build on this
-    adapter found, where there was one. Raises GraphError if the device does.
+    """Return the model, simplified until a stream's bits do not depend on other streams. Raises GraphError.
+
+    The result of an earlier trial of this build on this adapter is used if there is one.
     """
     if tuning.step_s is not None:
         model.step_s = dict(tuning.step_s)
@@ -43,8 +44,9 @@ def tried(model: Model, tuning: Tuning) -> Model:
 
 
 def alike(model: Model) -> bool:
-    """Whether logits of some tokens are the same, of one stream alone and of 2, 4 or 8 together. The model is told how
-    long the shortest of these steps took.
+    """Return True if logits of some tokens are equal for one stream alone and for 2, 4 or 8 together.
+
+    The shortest times of these steps are stored in the model.
     """
     tokens = np.arange(STREAMS * _TOKENS, dtype=np.int32).reshape(_TOKENS, STREAMS) * 7919 % model.plan.vocabulary
     alone = [_decoded(model, tokens[:, i : i + 1]) for i in range(STREAMS)]
@@ -60,7 +62,7 @@ def alike(model: Model) -> bool:
 
 
 def _decoded(model: Model, tokens: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> bytes:
-    """The logits of each stream after its tokens (tokens, streams)."""
+    """Return the logits of each stream after its tokens (tokens, streams)."""
     count = tokens.shape[1]
     slots: list[Slot] = []
     logits: list[list[bytes]] = [[] for _ in range(count)]

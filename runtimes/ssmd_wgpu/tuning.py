@@ -1,7 +1,7 @@
-"""Which tiling an adapter is fastest with: measured once for each build, with the shapes of its own matrices.
+"""The fastest tiling on an adapter, measured once for each build, with the shapes of its own matrices.
 
-Another tiling sums in another order, so it is part of what an exact resume needs (`producer`). It is kept with the
-user's data, as a cache that is emptied must not turn an exact resume into a portable one.
+Another tiling sums in another order, so an exact resume needs the same one (`producer`). It is kept with the user's
+data: emptying a cache must not turn an exact resume into a portable one.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ _AGREE = 1e-4  # of the largest value: a form that computes something else is no
 
 @dataclass
 class Tuning:
-    """The tiling of a build on an adapter. `table`: of each shape how many matrices have it and the microseconds of
-    what was measured. `simpler`: how far a trial simplified it; `step_s`: what steps took in it, None before.
+    """The tiling of a build on an adapter.
+
+    table: for each shape, the number of matrices and the measured microseconds. simpler: how far a trial simplified it.
+    step_s: seconds of steps in the trial, None before it.
     """
 
     tiling: Tiling
@@ -104,9 +106,7 @@ class Tuning:
 
 
 def tuned(gpu: Gpu, plan: PackedPlan, fmt: Format, build: str = "") -> Tuning:
-    """The fastest tiling that was found for a plan, which is kept where a build is named; on software adapters one that
-    is known to do.
-    """
+    """Return the fastest tiling for a plan; on software adapters a fixed one. It is kept if a build is named."""
     if gpu.found.software:
         return Tuning(SOFTWARE)
     file = kept_in(gpu, build) if build else None
@@ -124,22 +124,24 @@ def tuned(gpu: Gpu, plan: PackedPlan, fmt: Format, build: str = "") -> Tuning:
 
 
 def forms(gpu: Gpu) -> list[tuple[int, int, bool, int]]:
-    """The forms of a matvec that this GPU can hold, with smaller subgroups where it has no larger ones."""
+    """Return the forms of a matvec that this GPU supports, with smaller subgroups if it has no larger ones."""
     narrow = [(gpu.subgroup, 4, True, 2)] if 4 <= gpu.subgroup < 16 else []
     return [*(form for form in FORMS if not form[2] or form[0] <= gpu.subgroup), *narrow]
 
 
 def tiles(gpu: Gpu) -> list[tuple[int, int]]:
-    """The tiles of a matmul that this GPU can hold, each with the quads of a thread. Tiles of tokens and of rows, 32
-    values deep, lie in shared memory.
+    """Return the tiles of a matmul that this GPU can hold, each with the quads of a thread.
+
+    Tiles of tokens and of rows, 32 values deep, lie in shared memory.
     """
     most = gpu.limits["max-compute-workgroup-storage-size"] // (2 * 32 * 4)
     return [(tile, quads) for tile, quads in ((64, 1), (32, 1), (64, 2), (128, 2)) if tile <= most]
 
 
 def shapes_of(plan: PackedPlan, quantization: Format) -> list[tuple[int, int, Format, int]]:
-    """The shapes of a plan's matrices: rows, columns, format, how many; those with the most bytes first. The time
-    step's own matrix is no product of a step.
+    """Return the shapes of a plan's matrices, those with the most bytes first: (rows, columns, format, number).
+
+    The time step's own matrix is left out, as it is not a product of a step.
     """
     count = Counter(
         (size[0], size[1], format_of(name, quantization))
@@ -151,7 +153,7 @@ def shapes_of(plan: PackedPlan, quantization: Format) -> list[tuple[int, int, Fo
 
 
 def measured(gpu: Gpu, plan: PackedPlan, quantization: Format) -> Tuning:
-    """Measure the forms of each shape, and what else is worth it. Raises GraphError."""
+    """Measure the forms of each shape, and the other choices of a tiling. Raises GraphError."""
     bench, begin = _Bench(gpu, plan), time.monotonic()
     warm(gpu)
     heads = {(plan.vocabulary, plan.hidden)}
@@ -194,7 +196,7 @@ def measured(gpu: Gpu, plan: PackedPlan, quantization: Format) -> Tuning:
 
 
 def picked(times: Mapping[Any, float]) -> Any:
-    """The first that no other beats by the margin: the same one of two that are as quick, in every run."""
+    """Return the first form that no other beats by the margin. So of two equal ones every run picks the same."""
     return next(key for key, taken in times.items() if MARGIN * taken - UNSEEN_S <= min(times.values()))
 
 
@@ -246,7 +248,7 @@ class _Bench:
         return time.perf_counter() - begin
 
     def mlp(self, t: Tiling, quantization: Format) -> tuple[float, NDArray[np.float32]]:
-        """Measure an MLP of one token: seconds, and what it adds to x (hidden,)."""
+        """Measure an MLP of one token. Returns the seconds, and its contribution to x (hidden,)."""
         layer = next(layer for layer in self.plan.layers if layer.mlp is not None)
         assert layer.mlp is not None
         into, rows = layer.mlp.into
@@ -305,7 +307,7 @@ class _Shape:
         self._regions = {"X": bench.x, "P": bench.gain, "Y": bench.y}
 
     def regions(self, i: int) -> tuple[Region, Region | None]:
-        """The values and the scales of matrix `i`."""
+        """Return the values and the scales of matrix `i`."""
         pool, nbytes = self._bench.pool.buffer, self.rows * self._width
         scales = {"int8": 4 * self.rows, "int4": 2 * self.rows * self._width // 16}.get(self._fmt)
         return Region(pool, i * self._stride, nbytes), None if scales is None else Region(pool, 0, -(-scales // 4) * 4)
@@ -376,14 +378,14 @@ def warm(gpu: Gpu, seconds: float = WARM_S) -> None:
 
 
 def kept_in(gpu: Gpu, build: str) -> Path:
-    """The file of a build's tuning: of this adapter, its driver, this wgpu and these kernels."""
+    """Return the file of a build's tuning for this adapter, its driver, this wgpu and these kernels."""
     what = [gpu.found.description, library.package_version(), digest(SHADERS)]
     name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     return tunings() / f"{build[:BUILD]}-{name}.json"
 
 
 def _read(file: Path, gpu: Gpu) -> Tuning | None:
-    """A tuning that was kept, if this GPU can have it."""
+    """Return a kept tuning, if this GPU supports it."""
     try:
         kept = json.loads(file.read_text())
         shapes = tuple((str(name), tuple(own)) for name, own in kept["tiling"].pop("shapes"))

@@ -1,6 +1,6 @@
 """Attention over a cache and new rows, RoPE and masks, in forms that every converter keeps fast.
 
-The rules, the glossary and the plain forms beside are as in ssmd/authoring/ops.py.
+The rules, the glossary and the plain `_ref` forms are as in ssmd/authoring/ops.py.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def rope_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def slot_mask(pos: Tensor, context: int) -> Tensor:
-    """(1, 1, S): MASKED for cache slots at or after `pos`, whose contents therefore never matter."""
+    """Return (1, 1, S): MASKED for cache slots at or after `pos`, whose contents therefore have no effect."""
     return (torch.arange(context, dtype=torch.int32) >= pos).to(torch.float32).reshape(1, 1, context) * MASKED
 
 
 def causal_mask(length: int, each: int) -> Tensor:
-    """(1, T R, T): MASKED where the key (columns) comes after the query (rows, R heads for each token)."""
+    """Return (1, T R, T): MASKED where the key (columns) comes after the query (rows, R heads for each token)."""
     mask = torch.triu(torch.ones(length, length), diagonal=1) * MASKED
     return mask.repeat_interleave(each, 0).unsqueeze(0)
 
@@ -46,14 +46,14 @@ def causal_mask(length: int, each: int) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, slots: Tensor, causal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grouped-query attention over a cache and T new rows.
+    """Compute grouped-query attention over a cache and T new rows.
 
     q (T, G, R, D) scaled, k and v (T, G, D); key (G, S, D), value (G, D, S); slots (1, 1, S), causal (1, T R, T).
     Returns (1, T, G R D) and the new rows: key (G, T, D), value (G, D, T).
 
-    Both caches lie so that a product runs along their last axis: their transposes below become a flag of the product,
-    never an operation, because they are of rank 3. The queries are taken in blocks of QUERY_BLOCK tokens, whose scores
-    stay small (all at once those of 256 tokens weigh 21 MB a layer), and a block sees no new rows after its own.
+    Both caches are laid out so that a product runs along their last axis. As they have rank 3, their transposes below
+    become a flag of the product, never an operation. The queries are taken in blocks of QUERY_BLOCK tokens, so that
+    scores stay small: for 256 tokens at once they take 21 MB a layer. A block sees no new rows after its own.
     """
     length, groups, each, size = q.shape
     rows = q.permute(1, 0, 2, 3).reshape(groups, -1, size)  # (G, T R, D)
@@ -83,7 +83,7 @@ def attention_by_lane(
     """Compute `attention` of one token for each of B lanes, each over its own caches, of its own S.
 
     q (B, G, R, D) scaled, k and v (B, G, D). Returns (1, B, G R D) and the new rows of all: key (B G, 1, D), value
-    (B G, D, 1). What does not read a cache is computed for all lanes at once, by the operations of `attend`.
+    (B G, D, 1). Operations that do not read a cache are done for all lanes at once, as in `attend`.
     """
     lanes, groups, each, size = q.shape
     rows, new_key, new_value = q.reshape(-1, each, size), k.reshape(-1, 1, size), v.reshape(-1, 1, size)
@@ -94,7 +94,7 @@ def attention_by_lane(
         old = torch.matmul(rows[own], key[b].transpose(1, 2)) + slots[b]  # (G, R, S)
         weights = torch.softmax(torch.cat([old, new[own]], -1), -1)  # (G, R, S + 1)
         seen = torch.matmul(weights[..., :context], value[b].transpose(1, 2))
-        # Added here: LiteRT's converter makes one product of products that are concatenated, of caches that are.
+        # Added here, as LiteRT's converter merges concatenated products into one product of concatenated caches.
         outs.append(seen + weights[..., context:] * new_value[own])  # (G, R, D)
     out = torch.cat(outs, 0).reshape(1, lanes, groups * each * size)
     return out, new_key, v.reshape(-1, size, 1)
@@ -103,10 +103,10 @@ def attention_by_lane(
 def attend(
     rows: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, slots: Tensor, causal: Tensor | None
 ) -> Tensor:
-    """Queries (G, B R, D) of B tokens over the cache and n new rows, (G, n, D) and (G, D, n) -> (G, B R, D).
+    """Attend with queries (G, B R, D) of B tokens to the cache and n new rows, (G, n, D) and (G, D, n) -> (G, B R, D).
 
-    Without `causal` (1, B R, n) there is one token, whose own row is taken by products of numbers: the compiler of
-    Intel's NPU takes the other form for another attention and fails.
+    Without `causal` (1, B R, n) there is one token. Its own row is then multiplied element by element: the compiler of
+    Intel's NPU takes a matrix product for another attention and fails.
     """
     context = slots.shape[-1]
     old = torch.matmul(rows, key.transpose(1, 2)) + slots  # (G, B R, S)
@@ -122,7 +122,7 @@ def attend(
 
 
 def attention_ref(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, position: int) -> Tensor:
-    """The output of `attention` by softmax over the `position` cached rows and the new ones."""
+    """Return the output of `attention`, by a softmax over the `position` cached rows and the new ones."""
     length, _, each, _ = q.shape
     keys = torch.cat([key[:, :position], k.transpose(0, 1)], 1).repeat_interleave(each, 0)  # (G R, n, D)
     values = torch.cat([value[..., :position].transpose(1, 2), v.transpose(0, 1)], 1).repeat_interleave(each, 0)

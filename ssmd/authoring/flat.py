@@ -1,18 +1,18 @@
-"""A module with flat IO: the graph that every converter sees, and the parts that plans are executed with.
+"""A module with flat IO: the graph that every converter reads, and the parts that execute a plan.
 
-in   tokens i32[1, T], pos i32[1], n_valid i32[1], and each state tensor by its name
-out  logits f32[1, V] of the last valid token, and each state tensor by its name
+in   tokens i32[1, T], pos i32[1], n_valid i32[1]; each state tensor by its name
+out  logits f32[1, V] of the last valid token; each state tensor by its name
 
 conv   f32[1, K-1, C]   in and out whole (canonical: [C, K-1])
 ssm    f32[1, H, P, N]  in and out whole; Mamba-1: f32[1, N, D] (canonical: [D, N])
 key    f32[G, S, D]     in: the cache; out: only the T new rows, f32[G, T, D]
 value  f32[G, D, S]     in: the cache, transposed; out: only the T new columns, f32[G, D, T]
-slots  f32[1, 1, S]     in, where S is open: what is added to the scores of the slots; else it is made of pos
+slots  f32[1, 1, S]     in, if S is open: added to the scores of the slots; otherwise it is computed from pos
 
-A decode step of B streams ("lanes") has tokens i32[1, B] and pos i32[B], no n_valid, and logits f32[B, V]. Each state
-and its slots, if they are given, are there for each lane by themselves (`of_lane`); the new rows of all lanes come out
-together: key f32[B G, 1, D], value f32[B G, D, 1]. Products with weights have B rows; what a lane's state is in is
-computed for each lane as a step of one stream computes it.
+A decode step of B streams ("lanes") has tokens i32[1, B] and pos i32[B], no n_valid, and logits f32[B, V]. Each lane
+has its own states, and its own slots if they are given (`of_lane`). The new rows of all lanes come out together:
+key f32[B G, 1, D], value f32[B G, D, 1]. Products with weights have B rows. Operations on a lane's state are done for
+each lane, as in a step of one stream.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ Held: TypeAlias = "Tensor | Sequence[Tensor]"  # a state of one stream, or of ea
 
 
 def by_lane(step: Callable[..., tuple[Tensor, Tensor]], *rows: int) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """Make of a step of one token, (y (1, 1, width), new state), that of a token of each lane: arguments at the places
-    `rows` have a row for each, (1, B, width), states are sequences, and others are the same for all."""
+    """Turn a step of one token, (y (1, 1, width), new state), into a step of one token for each lane.
+
+    Arguments at the places `rows` have a row for each lane, (1, B, width). States are sequences. Other arguments are
+    the same for all lanes.
+    """
 
     def steps(*given: Any) -> tuple[Tensor, list[Tensor]]:
         def own(lane: int, place: int) -> Any:
@@ -52,16 +55,18 @@ def by_lane(step: Callable[..., tuple[Tensor, Tensor]], *rows: int) -> Callable[
 
 
 class BlockOffsets(nn.Module):
-    """The part of a product that is of the blocks' offsets: a module for its name, by which converters know it."""
+    """The term of a product from the blocks' offsets. It is a module so that converters recognise it by name."""
 
     def forward(self, sums: Tensor, offset: Tensor) -> Tensor:
         return F.linear(sums, offset)
 
 
 class FlatModule(nn.Module):
-    """Its parameters are exactly `parameters`, which a family's bindings made; a forward adds no other constants
-    than masks and the tables of RoPE. `context` is the most tokens there can be: the length of those tables. The
-    caches that a forward is given may have room for fewer (S)."""
+    """A module whose parameters are exactly `parameters`, made by a family's bindings.
+
+    A forward adds no other constants than masks and the tables of RoPE. context: the most tokens, which is the length
+    of these tables. A forward's caches may have room for fewer (S).
+    """
 
     def __init__(
         self,
@@ -70,7 +75,7 @@ class FlatModule(nn.Module):
         context: int,
         tables: tuple[NDArray[np.float32], NDArray[np.float32]] | None,
     ) -> None:
-        """`tables`: RoPE's cosines and sines, each (S, R/2), where a layer has it."""
+        """tables: RoPE's cosines and sines, each (S, R/2); None without RoPE."""
         super().__init__()
         self.spec = spec
         self.context = context
@@ -89,7 +94,7 @@ class FlatModule(nn.Module):
         return getattr(self, f"layer{layer}_{name}")
 
     def normed(self, layer: int, name: str, x: Tensor, eps: float) -> Tensor:
-        """RMSNorm; of a rotated model without a weight, which stands in what reads it (ssmd/families/rotation.py)."""
+        """Apply RMSNorm. A rotated model's norm has no weight: its readers contain it (ssmd/families/rotation.py)."""
         return ops.rms_norm(x, getattr(self, f"layer{layer}_{name}", None), eps)
 
     def linear(self, layer: int, name: str, x: Tensor) -> Tensor:
@@ -99,16 +104,16 @@ class FlatModule(nn.Module):
         return y if offset is None else y + self.offsets(x.reshape(1, -1, offset.shape[1], BLOCK).sum(-1), offset)
 
     def spread(self, name: str, x: Tensor) -> Tensor:
-        """Blocks of channels times a Hadamard matrix, where a rotated model has one of that name."""
+        """Multiply blocks of channels by a rotated model's Hadamard matrix of that name; without one return x."""
         matrix = getattr(self, f"spread_{name}", None)
         return x if matrix is None else F.linear(x.reshape(-1, len(matrix)), matrix).reshape(x.shape)
 
     def tail(self, n_valid: Tensor, length: int, width: int) -> Tensor:
-        """What picks the new conv state: (1, K-1, K-1+T), or where T is open (K-1,)."""
+        """Return the selection of the new conv state: (1, K-1, K-1+T), or (K-1,) if T is open."""
         return ops_open.tail_rows(n_valid, width) if self.open else ops.tail_rows(n_valid, length, width)
 
     def causal_conv(self, layer: int, conv: Held, x: Tensor, tail: Tensor | None) -> tuple[Tensor, Held]:
-        """conv (1, K-1, C), x (1, T, C) -> (1, T, C) and the new conv. `tail` is None when T = 1."""
+        """Convolve: conv (1, K-1, C), x (1, T, C) -> (1, T, C) and the new conv. tail: None when T = 1."""
         bias = getattr(self, f"layer{layer}_conv_bias", None)
         form: Callable[..., tuple[Tensor, Any]] = ops_open.causal_conv if self.open else ops.causal_conv
         if not isinstance(conv, Tensor):
@@ -119,23 +124,23 @@ class FlatModule(nn.Module):
         return y, torch.index_select(sequence, 1, tail) if self.open else torch.matmul(tail, sequence)
 
     def capacity(self, states: Mapping[str, Any]) -> int:
-        """S: the slots of the KV caches that a forward was given; 0 without attention."""
+        """Return S, the slots of a forward's KV caches; 0 without attention."""
         return next((states[t.name].shape[1] for t in self.spec.rows if t.kind == "key"), 0)
 
     def lane_slots(self, pos: Tensor, states: Mapping[str, Held]) -> list[Tensor]:
-        """Which slots of its caches count for each lane, (1, 1, S) by its position; S is each lane's own."""
+        """Return each lane's mask of cache slots, (1, 1, S), from its position. Each lane has its own S."""
         key = next(t.name for t in self.spec.rows if t.kind == "key")
         return [attention.slot_mask(pos[b : b + 1], cache.shape[1]) for b, cache in enumerate(states[key])]
 
     def rotation(self, pos: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the T positions from `pos` on, each (T, 1, R/2)."""
-        # Pads may stand beyond the context: an index outside the table would be an error in some runtimes.
+        """Return cosines and sines of the T positions from `pos` on, each (T, 1, R/2)."""
+        # Pads may lie beyond the context. An index outside the table would be an error in some runtimes.
         rows = torch.clamp(pos + torch.arange(length, dtype=torch.int32), max=self.context - 1)
         cos, sin = (torch.index_select(t, 0, rows).reshape(length, 1, -1) for t in (self.cos, self.sin))
         return cos, sin
 
     def lane_rotation(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of each lane's position, each (B, 1, R/2)."""
+        """Return cosines and sines of each lane's position, each (B, 1, R/2)."""
         rows = torch.clamp(pos, max=self.context - 1)
         cos, sin = (torch.index_select(t, 0, rows).reshape(len(pos), 1, -1) for t in (self.cos, self.sin))
         return cos, sin
@@ -150,9 +155,10 @@ class FlatModule(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         qk_eps: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (1, T, hidden) -> (1, T, hidden) and the new rows of key and value. Masks: slots and causal.
+        """Compute attention: x (1, T, hidden) -> (1, T, hidden) and the new rows of key and value.
 
-        `qk_eps`: of the norms of each head's query and key before RoPE, where the family has them.
+        masks: slots and causal. qk_eps: epsilon of the norms of each head's query and key before RoPE; None without
+        them.
         """
         shape = (key if isinstance(key, Tensor) else key[0]).shape
         groups, size = int(shape[0]), int(shape[2])  # numbers to a tracer that leaves S open, too
@@ -181,7 +187,7 @@ class FlatModule(nn.Module):
         return self.linear(layer, "down", ops.relu2(self.linear(layer, "up", x)))
 
     def logits(self, h: Tensor, n_valid: Tensor | None, eps: float) -> Tensor:
-        """h (1, T, hidden) -> (1, V) of the last valid token; of each lane, (B, V)."""
+        """Compute logits: h (1, T, hidden) -> (1, V) of the last valid token, or (B, V) of each lane."""
         length = h.shape[1]
         if length > 1 and not self.every and n_valid is not None:
             h = torch.matmul(ops.last_row(n_valid, length), h)  # (1, 1, hidden)
@@ -193,8 +199,10 @@ class FlatModule(nn.Module):
 
 
 class Positional(nn.Module):
-    """A module as a trace takes it, which takes no keyword arguments: (tokens, pos, n_valid, *states) -> (logits,
-    *states), both in the order of `states`."""
+    """A module in the form for a trace, which supports no keyword arguments.
+
+    (tokens, pos, n_valid, *states) -> (logits, *states), both in the order of `states`.
+    """
 
     def __init__(self, module: FlatModule, states: tuple[str, ...]) -> None:
         super().__init__()
@@ -207,8 +215,10 @@ class Positional(nn.Module):
 
 
 class PositionalLanes(nn.Module):
-    """A decode step of several streams as a trace takes it: (tokens, pos, *states) -> (logits, *new states), in the
-    order of `inputs` and of `outputs`."""
+    """A decode step of several streams in the form for a trace.
+
+    (tokens, pos, *states) -> (logits, *new states), in the order of `inputs` and of `outputs`.
+    """
 
     def __init__(self, module: FlatModule, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The host's half of a flat-IO graph, in plain torch: keeps the states and writes the new KV rows.
+"""The host's half of a flat-IO graph, in plain torch: it keeps the states and writes the new KV rows.
 
-What a runtime does fast, this does plainly; golden values and parity tests come from it.
+It is the simple form of a runtime's work, and computes golden values and parity tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ssmd.model.state import State, StateError, StateSpec, of_lane
 
 
 def graph_shapes(spec: StateSpec, context: int) -> dict[str, tuple[int, ...]]:
-    """The state inputs of a graph, by name."""
+    """Return the shapes of a graph's state inputs, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for t in spec.tensors:
         if t.channels_first:
@@ -75,7 +75,7 @@ class Host:
         return np.concatenate(parts)
 
     def state(self) -> State:
-        """A canonical copy."""
+        """Return a canonical copy of the state."""
         n = self.position
         tensors = {}
         for t in self.module.spec.tensors:
@@ -88,7 +88,7 @@ class Host:
         return State(n, 0, tensors)
 
     def restore(self, state: State) -> None:
-        """Go on from a canonical state. Raises StateError if it is not one of this module."""
+        """Continue from a canonical state. Raises StateError if it is not one of this module."""
         state.check(self.module.spec)
         if state.since or state.position > self.capacity:
             raise StateError(f"rows [{state.since}, {state.position}) are not a whole state within the context")
@@ -105,9 +105,9 @@ class Host:
 
 
 def step_together(hosts: Sequence[Host], tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Feed a token to each of several hosts of one module, whatever their capacities, in one call. Logits (B, V).
+    """Feed a token to each of several hosts of one module in one call. Returns logits (B, V).
 
-    A module of open lengths is not told which slots count.
+    Their capacities may differ. A module of open lengths has no input for the slots that count.
     """
     module = hosts[0].module
     given: dict[str, Tensor] = {}

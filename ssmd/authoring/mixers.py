@@ -1,7 +1,7 @@
 """The recurrent mixers as parts of flat-IO modules; parameters and glossary in ssmd/model/plan.py.
 
-A trace names its values by the local variables here and in model.py, and OpenVINO's files carry these names: with other
-names the same model has other bytes, and its sessions resume as `portable`.
+A trace names its values by the local variables here and in model.py, and OpenVINO's files contain these names. With
+other names the same model has other bytes, and its sessions resume as `portable`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ssmd.model.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
 
 @dataclass(frozen=True)
 class Rows:
-    """What tells tokens from pads, and other tensors that are made once for all layers.
+    """Tensors that are made once for all layers, such as the one that distinguishes tokens from pads.
 
-    valid (1, T, 1), where a layer has a recurrence; tails, by the width K of a convolution: (1, K-1, K-1+T), or where T
-    is open (K-1,); lower (1, T, T), where T is open and a layer is Mamba-2.
+    valid: (1, T, 1), if a layer has a recurrence. tails: by the width K of a convolution, (1, K-1, K-1+T), or (K-1,) if
+    T is open. lower: (1, T, T), if T is open and a layer is Mamba-2.
     """
 
     valid: Tensor | None
@@ -32,7 +32,7 @@ class Rows:
 
 
 def rows(module: FlatModule, plan: Plan, n_valid: Tensor | None, length: int) -> Rows | None:
-    """Make what the mixers of all layers share; None when T = 1, of each of several lanes too."""
+    """Return the tensors that the mixers of all layers share; None when T = 1, also in each of several lanes."""
     if length == 1 or n_valid is None:
         return None
     chunked = any(isinstance(m, Mamba2) for m in plan.mixers)

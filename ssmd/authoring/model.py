@@ -1,4 +1,4 @@
-"""The module of every family: executes a plan. What every converter traces, and what golden values come from."""
+"""The module of every family, which executes a plan. Converters trace it, and golden values come from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssmd.model.state import of_lane
 
 @dataclass(frozen=True)
 class _Shared:
-    """What the layers of one call share. Causal masks are by the query heads that read one key/value head."""
+    """The tensors that the layers of one call share. Causal masks: by the query heads that read one key/value head."""
 
     rows: Rows | None
     rotation: tuple[Tensor, Tensor] | None
@@ -30,7 +30,7 @@ class _Shared:
 
 
 class Model(FlatModule):
-    """Executes `plan` for up to `context` tokens. `family`: whose model it is, which a converted file may say."""
+    """A module that executes `plan` for up to `context` tokens. family: its name, which converted files may contain."""
 
     def __init__(
         self, plan: Plan, parameters: Mapping[str, NDArray[np.float32]], context: int, family: str = ""
@@ -65,12 +65,12 @@ class Model(FlatModule):
         return out if n_valid is not None else _with_lanes(out)
 
     def _by_lane(self, states: Mapping[str, Tensor], lanes: int) -> dict[str, Held]:
-        """The states of a step of several streams, and their slots, under the names that a step of one gives them."""
+        """Return the states of a step of several streams, and their slots, under the names of a step of one."""
         names = [t.name for t in self.spec.tensors] + ["slots"] * (of_lane("slots", 0) in states)
         return {name: [states[of_lane(name, lane)] for lane in range(lanes)] for name in names}
 
     def _shared(self, pos: Tensor, n_valid: Tensor | None, length: int, states: Mapping[str, Held]) -> _Shared:
-        """Make what the layers of one call share, and of that only what a layer reads."""
+        """Make the tensors that the layers of one call share, but only those that a layer reads."""
         rows = mixers.rows(self, self.plan, n_valid, length)
         rotation = None
         if self.plan.rotated:
@@ -94,7 +94,7 @@ class Model(FlatModule):
         out: dict[str, Any],
         shared: _Shared,
     ) -> Tensor:
-        """Compute what mixer `m` of layer `i` adds, x (1, T, hidden) -> (1, T, hidden), and put its states in `out`."""
+        """Compute mixer `m` of layer `i`, x (1, T, hidden) -> (1, T, hidden), and put its new states in `out`."""
         conv, ssm, key, value = (f"{kind}_{i}" for kind in ("conv", "ssm", "key", "value"))
         if isinstance(m, Attention):
             masks = shared.slots, shared.causal.get(m.heads // m.kv_heads)
@@ -110,7 +110,7 @@ class Model(FlatModule):
 
 
 def _with_lanes(out: Mapping[str, Held]) -> dict[str, Tensor]:
-    """The outputs of a step of several streams: what each lane has for itself under a name of its own."""
+    """Return the outputs of a step of several streams, with each lane's own tensors under names of their own."""
     tensors: dict[str, Tensor] = {}
     for name, made in out.items():
         tensors |= {name: made} if isinstance(made, Tensor) else {of_lane(name, i): t for i, t in enumerate(made)}

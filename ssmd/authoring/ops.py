@@ -1,8 +1,8 @@
-"""The operations that re-authored modules are made of, in forms that every converter keeps fast.
+"""The operations of re-authored modules, in forms that every converter keeps fast.
 
-Beside each stands a plain `_ref`: the definition, for tests. Two rules hold: the decode path runs no operation that
-moves a state or a cache (reshape, transpose), and products of activations are batched ones (a plain one would become a
-fully connected layer with a weight that is not constant, which no delegate takes).
+Beside each is a plain `_ref`: the definition, for tests. Two rules hold. The decode path runs no operation that moves a
+state or a cache (reshape, transpose). Products of activations are batched: a plain product would become a fully
+connected layer with a weight that is not constant, which no delegate supports.
 
 Glossary: T tokens of this call, S context; G key/value heads, R query heads for each, D head_dim;
 C channels and K width of the convolution; H heads, P head_dim, N d_state, g groups of a Mamba-2 layer; Q chunk.
@@ -29,7 +29,7 @@ def silu_ref(x: Tensor) -> Tensor:
 
 
 def relu2(x: Tensor) -> Tensor:
-    """relu(x)^2 (arXiv:2109.08668)."""
+    """Compute relu(x)^2 (arXiv:2109.08668)."""
     x = torch.relu(x)
     return x * x
 
@@ -39,7 +39,7 @@ def relu2_ref(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) that cannot overflow; absolute error 6e-8, because there is no log1p to export."""
+    """Compute log(1 + exp(x)) without overflow. The absolute error is 6e-8, as log1p cannot be exported."""
     return torch.relu(x) + torch.log(1.0 + torch.exp(-torch.abs(x)))
 
 
@@ -48,7 +48,7 @@ def softplus_ref(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """arXiv:1910.07467, over the last axis."""
+    """Normalize over the last axis (arXiv:1910.07467)."""
     x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     return x if weight is None else x * weight
 
@@ -58,7 +58,7 @@ def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def group_rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-    """Mamba-2's norm: each of `groups` parts of the last axis for itself. x (1, T, inner)."""
+    """Compute Mamba-2's norm, in each of `groups` parts of the last axis separately. x (1, T, inner)."""
     if groups == 1:
         return rms_norm(x, weight, eps)
     inner = int(x.shape[-1])
@@ -73,10 +73,10 @@ def group_rms_norm_ref(x: Tensor, weight: Tensor, eps: float, groups: int) -> Te
 
 
 def causal_conv(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution as one multiply and one sum.
+    """Compute a depthwise causal convolution with one multiply and one sum.
 
     conv (1, K-1, C) oldest first, x (1, T, C), weight (K, 1, C), bias (C,).
-    Returns y (1, T, C) and the sequence (1, K-1+T, C) of which the new conv state is a part.
+    Returns y (1, T, C) and the sequence (1, K-1+T, C), which contains the new conv state.
     """
     width, _, channels = weight.shape
     length = x.shape[1]
@@ -110,7 +110,7 @@ def causal_conv_ref(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
-    """One step of the recurrence (arXiv:2405.21060, section 3): S' = exp(dt A) S + dt x B^T, y = S' C + D x.
+    """Compute a step of the recurrence (arXiv:2405.21060, section 3): S' = exp(dt A) S + dt x B^T, y = S' C + D x.
 
     x (1, 1, H P), dt (1, 1, H) after softplus, a and d (H,), b and c (1, 1, g N), ssm (1, H, P, N).
     Returns y (1, 1, H P) and the new ssm.
@@ -129,8 +129,8 @@ def ssd_step_by_lane(
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute `ssd_step` of a token of each of B lanes.
 
-    x (1, B, H P), dt (1, B, H), b and c (1, B, g N); ssm (1, H, P, N) each. What reads no state is computed for all
-    lanes at once.
+    x (1, B, H P), dt (1, B, H), b and c (1, B, g N); ssm (1, H, P, N) each. Operations that read no state are done for
+    all lanes at once.
     """
     _, heads, size, states = ssm[0].shape
     lanes = x.shape[1]
@@ -148,7 +148,7 @@ def ssd_step_by_lane(
 
 
 def _lanes_to_heads(x: Tensor, lanes: int, heads: int, states: int) -> Tensor:
-    """(1, B, g N) -> (B, 1, 1, N) for one group, else (B, H, 1, N), as `_to_heads`."""
+    """Reshape (1, B, g N) -> (B, 1, 1, N) for one group, else (B, H, 1, N), as `_to_heads`."""
     groups = x.shape[-1] // states
     if groups == 1:
         return x.reshape(lanes, 1, 1, states)
@@ -157,7 +157,7 @@ def _lanes_to_heads(x: Tensor, lanes: int, heads: int, states: int) -> Tensor:
 
 
 def _to_heads(x: Tensor, heads: int, states: int) -> Tensor:
-    """(1, 1, g N) -> (1, 1, 1, N) for one group, else (1, H, 1, N): each group's vector for each of its heads."""
+    """Reshape (1, 1, g N) -> (1, 1, 1, N) for one group, else (1, H, 1, N): a group's vector for each of its heads."""
     groups = x.shape[-1] // states
     if groups == 1:
         return x.reshape(1, 1, 1, states)
@@ -166,7 +166,7 @@ def _to_heads(x: Tensor, heads: int, states: int) -> Tensor:
 
 
 def chunk_length(length: int, most: int = CHUNK) -> int:
-    """Q for a call of T tokens. Raises ValueError if T does not divide into chunks."""
+    """Return Q for a call of T tokens. Raises ValueError if T does not divide into chunks."""
     chunk = min(most, length)
     if length % chunk:
         raise ValueError(f"a bucket of {length} tokens is above {most} and no multiple of it")
@@ -176,9 +176,10 @@ def chunk_length(length: int, most: int = CHUNK) -> int:
 def ssd_chunked(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """T steps at once by blocks of Q tokens (arXiv:2405.21060, section 6 and listing 1).
+    """Compute T steps at once by blocks of Q tokens (arXiv:2405.21060, section 6 and listing 1).
 
-    x (1, T, H P), dt (1, T, H) after softplus and 0 on pads, a and d (H,), b and c (1, T, g N), ssm (1, H, P, N).
+    x (1, T, H P), dt (1, T, H) after softplus and 0 on pads, a and d (H,).
+    b and c (1, T, g N), ssm (1, H, P, N).
     Returns y (1, T, H P) and the new ssm. A token with dt = 0 changes no state.
     """
     _, heads, size, states = ssm.shape
@@ -189,7 +190,7 @@ def ssd_chunked(
     lower = torch.tril(torch.ones(chunk, chunk))
 
     def by_group(t: Tensor, width: int) -> Tensor:
-        """(1, T, g width) -> (M, Q, width)"""
+        """Reshape (1, T, g width) -> (M, Q, width)."""
         return t.reshape(chunks, chunk, groups, width).permute(0, 2, 1, 3).reshape(chunks * groups, chunk, width)
 
     logs = by_group(dt * a, each).permute(0, 2, 1)  # (M, H/g, Q)
@@ -223,10 +224,11 @@ def ssd_chunked(
 
 
 def ssd_naive(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
-    """T steps as `ssd_chunked`, written like listing 1 of arXiv:2405.21060: what XAMBA (arXiv:2502.06924) starts from.
+    """Compute T steps as `ssd_chunked`, in the form of listing 1 of arXiv:2405.21060.
 
-    Its three cumulative sums, that of `_segment_sum` over Q x Q as in the published code, and its contractions as
-    products and sums. Only B and C are not repeated for each head of a group.
+    XAMBA (arXiv:2502.06924) starts from this form. It has the listing's three cumulative sums, that of `_segment_sum`
+    over Q x Q as in the published code, and its contractions as products and sums. Only B and C are not repeated for
+    each head of a group.
     """
     _, heads, size, states = ssm.shape
     length = x.shape[1]
@@ -263,14 +265,14 @@ def ssd_naive(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor,
 
 
 def _segment_sum(logs: Tensor) -> Tensor:
-    """(..., Q) -> (..., Q, Q): the decay from each step (columns) to each later one (rows), 0 to earlier ones."""
+    """Return (..., Q, Q) of (..., Q): the decay from each step (column) to each later one (row), 0 to earlier ones."""
     n = logs.shape[-1]
     below = torch.tril(torch.ones(n, n), diagonal=-1)
     return torch.exp(torch.cumsum(logs.unsqueeze(-1) * below, -2)) * torch.tril(torch.ones(n, n))
 
 
 def ssd_ref(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence token by token; shapes as in `ssd_chunked`."""
+    """Compute the recurrence token by token. Shapes are as in `ssd_chunked`."""
     _, heads, size, states = ssm.shape
     groups = b.shape[-1] // states
     state, ys = ssm[0], []
@@ -283,18 +285,18 @@ def ssd_ref(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, s
 
 
 def valid_rows(n_valid: Tensor, length: int) -> Tensor:
-    """(1, T, 1): 1 for tokens, 0 for pads."""
+    """Return (1, T, 1): 1 for tokens, 0 for pads."""
     return (torch.arange(length, dtype=torch.int32) < n_valid).to(torch.float32).reshape(1, length, 1)
 
 
 def tail_rows(n_valid: Tensor, length: int, width: int) -> Tensor:
-    """(1, K-1, K-1+T): picks, of conv state and new rows in order, the last K-1 that are no pads."""
+    """Return (1, K-1, K-1+T), which selects the last K-1 rows of conv state and new rows that are not pads."""
     wanted = (n_valid + torch.arange(width - 1, dtype=torch.int32)).reshape(width - 1, 1)
     rows = torch.arange(width - 1 + length, dtype=torch.int32).reshape(1, -1)
     return (rows == wanted).to(torch.float32).unsqueeze(0)
 
 
 def last_row(n_valid: Tensor, length: int) -> Tensor:
-    """(1, 1, T): picks the last token that is no pad."""
+    """Return (1, 1, T), which selects the last token that is not a pad."""
     rows = torch.arange(length, dtype=torch.int32)
     return (rows == n_valid - 1).to(torch.float32).reshape(1, 1, length)

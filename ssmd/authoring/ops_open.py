@@ -1,9 +1,10 @@
-"""Forms for a graph that leaves the number of tokens T open: all of them as one chunk, T = 1 included.
+"""Operations for a graph that leaves the number of tokens T open: all tokens are one chunk, also for T = 1.
 
-Nothing here computes a shape: in a graph of open lengths each such number is an operation of its own, and a decode step
-would spend more time on them than on its states. Shapes and glossary are those of ssmd/authoring/ops.py.
+They compute no shapes: in a graph of open lengths each such number is an operation, and a decode step would spend more
+time on them than on its states. Shapes and glossary are those of ssmd/authoring/ops.py.
 
-Forms of one token for a step of several streams do the same arithmetic: each gets the bits that it has alone.
+The forms of one token in a step of several streams do the same arithmetic, so each stream gets the bits of its own
+step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MOST_TOKENS = 64  # T: a chunk's differences of cumulated logarithms lose digits
 
 
 def causal_conv(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution as ops.causal_conv, by a product for each of the K rows of the weight."""
+    """Compute a depthwise causal convolution as ops.causal_conv, with a product for each of the weight's K rows."""
     width = weight.shape[0]
     sequence = torch.cat([conv, x], 1)  # (1, K-1+T, C)
     y = sequence[:, width - 1 :] * weight[width - 1]  # (1, T, C)
@@ -29,19 +30,19 @@ def causal_conv(conv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def lower_ones(length: int) -> Tensor:
-    """(1, T, T): ones on and below the diagonal."""
+    """Return (1, T, T): ones on and below the diagonal."""
     return torch.tril(torch.ones(length, length)).unsqueeze(0)
 
 
 def tail_rows(n_valid: Tensor, width: int) -> Tensor:
-    """(K-1,): where in conv state and new rows, in order, the last K-1 stand that are no pads."""
+    """Return (K-1,): the places of the last K-1 rows of conv state and new rows that are not pads."""
     return n_valid + torch.arange(width - 1, dtype=torch.int32)
 
 
 def ssd(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor, lower: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """T steps as ops.ssd_chunked, with T tokens in the chunk; `lower`: of lower_ones, made once for all layers."""
+    """Compute T steps as ops.ssd_chunked, in one chunk. lower: from `lower_ones`, made once for all layers."""
     _, heads, size, states = ssm.shape
     groups = int(b.shape[-1]) // int(states)
     each = heads // groups
@@ -81,7 +82,7 @@ def attention_by_lane(
     slots: Sequence[Tensor],
     causal: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute attention.attention_by_lane in the products of any number of tokens: its own row too is taken by one."""
+    """Compute attention.attention_by_lane with the products for any number of tokens, also for a token's own row."""
     lanes, groups, each, size = q.shape
     outs = []
     for lane in range(lanes):
@@ -94,5 +95,5 @@ def attention_by_lane(
 
 
 def _by_group(t: Tensor, groups: int, width: int) -> Tensor:
-    """T rows of `groups` parts of `width` -> (g, T, width): of one group without an operation that moves anything."""
+    """Reshape T rows of `groups` parts of `width` -> (g, T, width). For one group no operation moves data."""
     return t.reshape(1, -1, width) if groups == 1 else t.reshape(-1, groups, width).permute(1, 0, 2)

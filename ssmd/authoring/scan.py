@@ -1,7 +1,7 @@
 """The selective scan of Mamba-1 (arXiv:2312.00752, algorithm 2), with a plain `ref` beside the fast forms.
 
-Every channel and state has a decay of its own, so that no product of matrices does it; and what a token adds is small
-enough for a processor's cache, so that one after another is faster than any form that works on all tokens in parallel
+Every channel and state has a decay of its own, so a product of matrices cannot compute it. A token's input is small
+enough for a processor's cache, so a loop over tokens is faster than any form that works on all of them in parallel
 (docs/notes/log.md).
 
 Shapes of all forms: x and dt (1, T, D), dt after softplus and 0 on pads; a (N, D) negative; b and c (1, T, N); d (D,);
@@ -23,7 +23,7 @@ BLOCK = 4  # Q: 1 costs 1.7 times as many operators, 8 no longer fits the cache
 
 
 def step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
-    """T = 1: S' = exp(dt A) S + B (dt x), y = C S' + D x."""
+    """Compute a step, T = 1: S' = exp(dt A) S + B (dt x), y = C S' + D x."""
     states = ssm.shape[1]
     new = ssm * torch.exp(dt * a) + (dt * x) * b.reshape(1, states, 1)  # (1, N, D)
     y = (new * c.reshape(1, states, 1)).sum(1, keepdim=True)  # (1, 1, D)
@@ -31,7 +31,7 @@ def step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm:
 
 
 def blocked(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence token by token; what does not depend on the state is computed for Q tokens at once."""
+    """Compute the recurrence token by token. Values that do not depend on the state are made for Q tokens at once."""
     length, (_, states, channels) = x.shape[1], ssm.shape
     dts, inputs = (t.reshape(length, 1, channels).split(BLOCK) for t in (dt, dt * x))  # each (Q, 1, D)
     bs, cs = (t.reshape(length, states, 1).split(BLOCK) for t in (b, c))  # each (Q, N, 1)
@@ -46,7 +46,7 @@ def blocked(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, s
 
 
 def looped(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence as it is: what `loop` makes a loop of the graph of."""
+    """Compute the recurrence in a plain loop, which `loop` turns into a loop of the graph."""
     ys: list[Tensor] = []
     for t in range(x.shape[1]):
         dtt = dt[:, t : t + 1]
@@ -57,7 +57,7 @@ def looped(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ss
 
 @cache
 def loop() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Script `looped` for a graph that leaves T open: a trace takes it as a loop, not as what it did for T tokens."""
+    """Script `looped` for a graph that leaves T open: a trace then contains a loop, not its unrolled steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which the converter reads
         scripted: Callable[..., tuple[Tensor, Tensor]] = torch.jit.script(looped)
@@ -65,7 +65,7 @@ def loop() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def ref(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, ssm: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence as it is defined, on the canonical state (D, N)."""
+    """Compute the recurrence by its definition, on the canonical state (D, N)."""
     state, ys = ssm[0].T, []
     for t in range(x.shape[1]):
         state = torch.exp(dt[0, t, :, None] * a.T) * state + torch.outer(dt[0, t] * x[0, t], b[0, t])

@@ -1,6 +1,6 @@
-"""Builds artifacts: source checkpoint -> re-authored module -> a runtime's own files, quantized -> sealed folder.
+"""The build of artifacts: source checkpoint -> re-authored module -> a runtime's own quantized files -> sealed folder.
 
-What is a runtime's own stands behind Converter; the `build.py` of each runtime has one.
+A runtime's own part is its Converter, in the `build.py` of each runtime.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ssmd.text.tokenizer import Tokenizer
 
 Quantization = Literal["int8", "int4", "f16", "f32"]
 Shapes = Mapping[str, tuple[int, ...]]  # of a module's parameters, by name
-# Capacities of KV caches where one graph takes any. Slots that are empty cost a conversation at each token, moving up
-# costs it once: 3 to 20 ms of SmolLM2, for its rows move within their memory; OpenVINO makes kernels for it, 10 to 40.
+# Capacities of KV caches where one graph takes any. Empty slots cost a conversation time at each token. Moving up costs
+# it once: 3 to 20 ms for SmolLM2, as its rows move within their memory; with OpenVINO, which makes kernels, 10 to 40.
 TIERS = (*range(128, 1024, 128), *(part << power for power in range(7, 14) for part in range(8, 16)))
 if TYPE_CHECKING:
     from ssmd.authoring.model import Model
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 class BuildError(ValueError):
-    """An artifact cannot be built as asked; the message says what to change."""
+    """A build that is not possible as requested; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is made of a model. Buckets and tiers, both in tokens, ascend."""
+    """The form of an artifact. Buckets and tiers, both in tokens, ascend."""
 
     quantization: Quantization
     buckets: tuple[int, ...]  # prefill lengths
@@ -56,7 +56,7 @@ class Target:
 
 
 class Usual(Protocol):
-    """What a runtime's artifacts can be, and are unless something else is asked for."""
+    """The possible forms of a runtime's artifacts, and the default one."""
 
     runtime: str
     device_class: str
@@ -69,7 +69,7 @@ class Usual(Protocol):
 
 @runtime_checkable
 class Packer(Usual, Protocol):
-    """Packs the weights of a runtime whose artifacts hold weights and a plan: there is no module to convert."""
+    """A packer of weights, for a runtime whose artifacts hold weights and a plan: no module is converted."""
 
     def build(
         self,
@@ -87,35 +87,37 @@ class Packer(Usual, Protocol):
 
 
 class Converter(Usual, Protocol):
-    """How a runtime's files are made of a module. Its `build.py` has one, named CONVERTER."""
+    """A converter from a module to a runtime's files. The runtime's `build.py` has one, named CONVERTER."""
 
     packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
 
     def prepare(self) -> None:
-        """Import what takes seconds."""
+        """Import packages whose import takes seconds."""
 
     def rotates(self, quantization: Quantization) -> bool:
-        """Whether the weights are rotated first (ssmd/families/rotation.py)."""
+        """Return True if the weights are rotated first (ssmd/families/rotation.py)."""
 
     def offsets(self, shapes: Shapes, quantization: Quantization) -> list[str]:
-        """Which parameters stand with offsets (ssmd/families/offsets.py)."""
+        """Return the names of the parameters that get offsets (ssmd/families/offsets.py)."""
 
     def recipe(self, quantization: Quantization) -> dict[str, Any]:
-        """Describe, for the manifest, how the weights are quantized."""
+        """Return the manifest's description of the quantization."""
 
     def write(self, module: Model, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
-        """Write the model into `folder`; the module is not used after this. Returns what the manifest is to say about
-        the conversion. Raises BuildError."""
+        """Write the model into `folder`. The module is not used after this. Raises BuildError.
+
+        Returns the manifest's entry on the conversion.
+        """
 
     def constants(self, folder: Path) -> Constants:
-        """Say where the constants stand in each of the model's files that `write` wrote."""
+        """Return the places of the constants in each file of the model that `write` wrote."""
 
     def load(self, artifact: Artifact) -> Program:
-        """The artifact, to be measured. Raises RuntimeUnavailable where it can be built but not run."""
+        """Load the artifact to measure it. Raises RuntimeUnavailable where it can be built but not run."""
 
 
 def check_packages(converter: Converter) -> None:
-    """Check that what a conversion imports is installed. Raises BuildError."""
+    """Check that the packages of a conversion are installed. Raises BuildError."""
     missing = [p for p in converter.packages if find_spec(p) is None]
     if missing:
         ours = bool(extra(converter.runtime))
@@ -135,12 +137,12 @@ def build(
     replace: bool = False,
     progress: Progress = lambda line: None,
 ) -> Artifact:
-    """Build the artifact folder `out`; it appears whole or not at all. One that exists is refused unless `replace`.
+    """Build the artifact folder `out`, which appears whole or not at all. An existing one is refused unless `replace`.
 
-    `quantization` None is the converter's usual one. `buckets` are prefill lengths (None: those of the family), `tiers`
-    capacities of the KV caches, both in tokens: the largest is the context, the smaller ones make short conversations
-    fast, as a step attends over all of its cache (None: those of the converter). `progress` gets lines of text.
-    Raises BuildError, SourceError or FamilyError before anything is converted if something does not fit.
+    quantization: None is the converter's default. buckets: prefill lengths in tokens; None: the family's. tiers:
+    capacities of the KV caches in tokens; None: the converter's. The largest tier is the context. Smaller ones make
+    short conversations fast, as a step attends over all of its cache. progress: gets lines of text. Raises BuildError,
+    SourceError or FamilyError before anything is converted if the parts do not fit.
     """
     if out.exists() and not replace:
         raise BuildError(f"{out} exists already; remove it, replace it or choose another name")
@@ -206,7 +208,7 @@ def targeted(
     buckets: Sequence[int] | None,
     tiers: Sequence[int] | None,
 ) -> Target:
-    """Choose what is asked for, with what is usual where it is None. Raises BuildError if that cannot be built."""
+    """Return the requested target, with defaults where arguments are None. Raises BuildError if it is impossible."""
     most = converter.most_tokens
     usual = converter.buckets or family.buckets
     lengths = [n for n in usual if most is None or n <= most] if buckets is None else buckets
@@ -251,7 +253,7 @@ def _write(
     folder: Path,
     stage: Stage,
 ) -> tuple[Reference, dict[str, Any]]:
-    """Write all but the manifest. Returns what the f32 module computes, and what the manifest is to say of the way."""
+    """Write all but the manifest. Returns the f32 module's results, and the manifest's entry on the conversion."""
     with stage("load PyTorch and the converter"):
         converter.prepare()
 

@@ -1,6 +1,6 @@
-"""What quantization costs: errors of the logits, perplexity and divergence on a fixed text, against the f32 module.
+"""The cost of quantization: errors of the logits, perplexity and divergence on a fixed text, against the f32 module.
 
-The text was written for this and stands nowhere else, so that no model knows it by heart.
+The text was written for this and is published nowhere else, so that no model has it in its training data.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ its first year and was closed in 1954, when buses had become cheaper.
 
 
 class QualityError(ValueError):
-    """An artifact computes no numbers."""
+    """An artifact whose logits are not finite."""
 
 
 def measure(artifact: Artifact, program: Program, tokens: Sequence[int], reference: NDArray[np.float32]) -> Any:
-    """Measure what the manifest says of an artifact's quality.
+    """Measure an artifact's quality for the manifest. Raises QualityError.
 
-    `golden` has the largest rms and max error of a golden step, in standard deviations of the reference; `text` what
-    the artifact and the reference (logits f32[n, V] after each of `tokens`) make of a text. Raises QualityError.
+    Returns `golden`, the largest rms and max error of a golden step, in standard deviations of the reference; and
+    `text`, which compares the artifact with the reference (logits f32[n, V] after each of `tokens`) on a text.
     """
     steps = verify(artifact, program).steps
     handle = program.new_state()
@@ -70,7 +70,7 @@ def measure(artifact: Artifact, program: Program, tokens: Sequence[int], referen
 def summed(
     steps: Sequence[StepError], found: NDArray[np.float32], reference: NDArray[np.float32], tokens: Sequence[int]
 ) -> Any:
-    """Sum up what was computed already, as `measure` returns it."""
+    """Summarise computed logits as `measure` does."""
     worst = max(steps, key=lambda s: s.rms_relative)
     return {
         "golden": {"rms": _rounded(worst.rms_relative), "max": _rounded(worst.max_relative)},
@@ -79,8 +79,11 @@ def summed(
 
 
 def compared(found: NDArray[np.float32], reference: NDArray[np.float32], tokens: Sequence[int]) -> dict[str, float]:
-    """Perplexity of tokens[1:] by both; `kl`: the mean of KL(reference || found) in nats; `same`: the share of tokens
-    at which both have the same favourite. Rows of both: the logits after each token."""
+    """Compare logits with the reference's; rows are the logits after each token.
+
+    Returns the perplexity of tokens[1:] by both; `kl`, the mean of KL(reference || found) in nats; and `same`, the
+    share of tokens at which both have the same largest logit.
+    """
     n, following = len(found), np.asarray(tokens[1:])
     loss = loss_f32 = kl = 0.0
     same = 0

@@ -1,4 +1,4 @@
-"""What the f32 module computes: the golden values of an artifact, and what its quantization is measured against."""
+"""The f32 module's results: the golden values of an artifact, and the reference for its quantization's quality."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TOLERANCE = 1e-3  # of the largest logit: float32 in another order of sums, thro
 
 
 class ReferenceFailed(ValueError):
-    """The module's values cannot be had, or another form of it has others; the message says what is wrong."""
+    """A module whose values are not finite, or differ in another form of it; the message says which."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the module computes in float32 for fixed texts.
+    """The module's float32 results for fixed texts.
 
-    golden: logits (k, V) after GOLDEN_POSITIONS of `tokens`. text: ids; text_logits (n, V): after each of them.
+    golden: logits (k, V) after GOLDEN_POSITIONS of `tokens`. text: ids. text_logits: logits (n, V) after each of them.
     """
 
     tokens: list[int]
@@ -39,14 +39,14 @@ class Reference:
 
     @staticmethod
     def of(module: FlatModule, tokenizer: Tokenizer) -> Reference:
-        """Compute the reference of fixed texts, real use. `tokenizer`: the source's. Raises ReferenceFailed."""
+        """Compute the reference of fixed texts. tokenizer: the source's. Raises ReferenceFailed."""
         tokens = golden_tokens(tokenizer)
         text = tokenizer.encode(quality.TEXT)[: min(quality.MAX_TOKENS, module.context)]
         with one_thread():
             return Reference(tokens, golden(module, tokens), text, Host(module, len(text)).rows(text, CHUNK))
 
     def check(self, module: FlatModule) -> None:
-        """Check that another form of the module computes the same. Raises ReferenceFailed."""
+        """Check that another form of the module gives the same golden values. Raises ReferenceFailed."""
         error = float(np.abs(golden(module, self.tokens) - self.golden).max() / np.abs(self.golden).max())
         if not error <= TOLERANCE:
             raise ReferenceFailed(
@@ -60,7 +60,7 @@ class Reference:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The last bits of a sum depend on how it is divided, and the same input is to build the same bytes."""
+    """Let PyTorch compute with one thread: a sum's last bits depend on how it is divided, and builds must repeat."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -70,7 +70,7 @@ def one_thread() -> Iterator[None]:
 
 
 def golden(module: FlatModule, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Logits (k, V) after GOLDEN_POSITIONS of `tokens`. Raises ReferenceFailed."""
+    """Return logits (k, V) after GOLDEN_POSITIONS of `tokens`. Raises ReferenceFailed."""
     host = Host(module, GOLDEN_TOKENS)
     logits = []
     for position in GOLDEN_POSITIONS:

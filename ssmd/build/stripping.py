@@ -1,7 +1,7 @@
-"""Makes stripped graphs: writes a model with weights made up from a seed and takes them out again.
+"""The making of stripped graphs: write a model with weights from a seed, then take the weights out again.
 
-Each constant is found among the encodings of the parameters, so that no two of these may be alike: an ordinary source
-has norms of ones.
+Each constant is looked up among the encodings of the parameters, so no two of these may be equal. In an ordinary
+source, for example, norms are all ones.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ OTHER_SEED = SEED + 1
 
 
 class StripError(ValueError):
-    """A graph cannot be stripped of its weights; the message names the parameter."""
+    """A graph that cannot be stripped of its weights; the message names the parameter."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """Says whose graph it is: a model's name, its name on a hub, and where its config is from."""
+    """A graph's label: the model's name, its name on a hub, and the source of its config."""
 
     name: str
     origin: str = ""
@@ -60,11 +60,11 @@ def make(
     label: Label,
     stage: Callable[[str], AbstractContextManager[None]],
 ) -> StrippedGraph:
-    """The stripped graph of a config, by way of two models with other weights, written into the empty folder `scratch`.
+    """Make the stripped graph of a config, from two models with different weights, in the empty folder `scratch`.
 
-    It is the same of both, gives the second's files when it is refitted with the second's weights, and its golden
-    values, computed in PyTorch, are what the runtime computes. Raises StripError where that does not hold, BuildError
-    or FamilyError.
+    Three checks are made. The graph must be the same for both models. Refitted with the second's weights it must give
+    the second's files. Its golden values, computed in PyTorch, must be those of the runtime. Raises StripError if not;
+    also BuildError and FamilyError.
     """
     from ssmd.authoring.model import author
     from ssmd.build.reference import golden, one_thread
@@ -120,7 +120,10 @@ def make(
 def written(
     converter: Converter, config: Mapping[str, Any], target: Target, folder: Path, seed: int, label: Label
 ) -> StrippedGraph:
-    """The graph of a model with the weights of a seed, without golden values; its files stay in `folder`."""
+    """Return the stripped graph of a model with weights from a seed, without golden values.
+
+    The model's files stay in `folder`.
+    """
     from ssmd.authoring.model import author
 
     family = family_of(config)
@@ -155,9 +158,11 @@ def written(
 def strip(
     folder: Path, constants: Constants, bindings: Mapping[str, Binding], source: Tensors
 ) -> tuple[tuple[StrippedFile, ...], tuple[bytes, ...]]:
-    """The model's files in `folder`, which hold what `bindings` make of `source`, and the literal bytes of each.
-    Constants that are none of them stay. Raises StripError if a parameter is not found, or a constant could be either
-    of two."""
+    """Strip the model's files in `folder` of the parameters that `bindings` make from `source`.
+
+    Returns the stripped files, and the literal bytes of each. Other constants stay. Raises StripError if a parameter is
+    not found, or a constant could be either of two.
+    """
     wanted = {n: b for n, b in bindings.items() if not n.startswith(MADE)}
     table = _table(wanted, source)
     files: list[StrippedFile] = []
@@ -188,7 +193,7 @@ def strip(
 
 
 def _table(bindings: Mapping[str, Binding], source: Tensors) -> dict[tuple[int, bytes], Hole]:
-    """What could stand in a file, by length and sha256. Raises StripError where these are the same of two."""
+    """Return the possible holes of a file by length and sha256. Raises StripError if two parameters share these."""
     table: dict[tuple[int, bytes], Hole] = {}
     for hole, content in (made for name, binding in bindings.items() for made in _encoded(name, binding(source))):
         key = hole.length, hashlib.sha256(content).digest()
@@ -201,7 +206,7 @@ def _table(bindings: Mapping[str, Binding], source: Tensors) -> dict[tuple[int, 
 
 
 def _encoded(name: str, array: Array) -> Iterator[tuple[Hole, bytes]]:
-    """Whole in every encoding that fits, then row by row where there are few."""
+    """Yield a parameter's encodings: the whole in every encoding that fits, then single rows if there are few."""
     rows = len(array)
     parts = [(0, rows), *((i, 1) for i in range(rows) if array.ndim > 2 and rows <= MOST_PARTS)]
     for encoding, form in ENCODINGS.items():

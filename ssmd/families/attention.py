@@ -1,7 +1,7 @@
 """Grouped-query attention (arXiv:2305.13245): its sizes in a config.json and its bindings.
 
-Parameters, (out, in): q, k, v, o, and *_bias where the config has biases. Scores are plain products of q and k: their
-scale, 1/sqrt(D) in most families, stands in q.
+Parameters, (out, in): q, k, v, o, and *_bias where the config has biases. Scores are plain products of q and k. Their
+scale, 1/sqrt(D) in most families, is a factor in q.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ def attention_of(
     partial: float | None = None,
     qk_eps: float | None = None,
 ) -> tuple[Attention, Rope]:
-    """Read attention with RoPE from a config.json; `kv_heads` as in `without_rope`, `max_position`, `theta` and
-    `partial` as in `rope_of`. Raises FamilyError naming the field."""
+    """Read attention with RoPE from a config.json. Raises FamilyError naming the field.
+
+    kv_heads: as in `without_rope`. max_position, theta, partial: as in `rope_of`.
+    """
     plain = without_rope(f, kv_heads)
     rope, rotated = rope_of(f, plain.head_dim, max_position, theta, partial)
     return plain.model_copy(update={"rotated": rotated, "qk_eps": qk_eps}), rope
 
 
 def without_rope(f: Fields, kv_heads: int | None = None) -> Attention:
-    """Read attention that knows no positions from a config.json.
+    """Read attention without positions from a config.json. Raises FamilyError naming the field.
 
-    `kv_heads` is the family's default for a config without the field (null always means as many as heads). Raises
-    FamilyError naming the field.
+    kv_heads: the family's default for a config without the field; null always means as many as heads.
     """
     heads = f.size("num_attention_heads")
     unsaid = heads if kv_heads is None or "num_key_value_heads" in f.config else kv_heads
@@ -50,8 +51,10 @@ def without_rope(f: Fields, kv_heads: int | None = None) -> Attention:
 def attention(
     a: Attention, hidden: int, source: str, *, q: float, k: float = 1.0, o: float = 1.0, into: float = 1.0
 ) -> dict[str, Binding]:
-    """Bind q, k, v and o to the tensors `source`{q,k,v,o}_proj. Factors on what q, k and o give, and on what q, k and v
-    are given (`into`, which no bias sees)."""
+    """Bind q, k, v and o to the tensors `source`{q,k,v,o}_proj.
+
+    q, k, o: factors on their outputs. into: factor on the input of q, k and v, which does not apply to biases.
+    """
     rows, groups = a.heads * a.head_dim, a.kv_heads * a.head_dim
     made: dict[str, Binding] = {}
     for name, height, width, scale, before in (

@@ -62,7 +62,7 @@ class Config:
 
 
 def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:
-    """From `attn_layer_indices`; a list of kinds beside it must say the same."""
+    """Read the kinds of layers from `attn_layer_indices`; a list of kinds beside it must agree."""
     count, listed, indices = f.size("num_hidden_layers"), layer_kinds(f), f.get("attn_layer_indices")
     if indices is None and listed is not None:
         return listed

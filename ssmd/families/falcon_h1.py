@@ -1,11 +1,12 @@
 """Falcon-H1 (arXiv:2507.22448): attention and Mamba-2 side by side in every layer (`FalconH1ForCausalLM`).
 
-Parameters (weights are (out, in)): embedding, norm, head unless tied, and for each layer i `layer{i}_` +
+Parameters (weights are (out, in)): embedding, norm, head unless tied; and for each layer i, `layer{i}_` +
     norm1, norm2            (hidden,)
     those of mlp.py
     those of mixer.py
-    those of attention.py   the factor 1/sqrt(head_dim) stands in q
-All multipliers stand in parameters. That of the embedding stands in it though the head may be the same tensor: norm is
+    those of attention.py   the factor 1/sqrt(head_dim) is in q
+
+All multipliers are in parameters. The embedding's multiplier is in it, though the head may be the same tensor: norm is
 then divided by it.
 """
 
@@ -97,7 +98,7 @@ class Config:
 
 
 def _inner(f: Fields) -> tuple[str, int] | None:
-    """`mamba_d_ssm`; where it is null, the mixer is mamba_expand times as wide as the model."""
+    """Read `mamba_d_ssm`. If it is null, return None: the mixer is mamba_expand times as wide as the model."""
     if "mamba_d_ssm" in f.config and f.get("mamba_d_ssm") is None:
         return None
     return "mamba_d_ssm", f.size("mamba_d_ssm", 1024)

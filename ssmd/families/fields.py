@@ -1,4 +1,4 @@
-"""The fields of a config.json, read one by one: whatever does not fit is refused by name."""
+"""The fields of a config.json, read one by one. An invalid one is refused by name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MAX_SIZE = 1 << 22  # larger than any dimension of a model that could run here
 
 
 class FamilyError(ValueError):
-    """A config asks for what its family cannot do; the message names the field and its value."""
+    """A config that its family does not support; the message names the field and its value."""
 
 
 class Recorded(Mapping[str, Any]):
-    """A config that remembers in `asked` which of its fields were asked for, one by one."""
+    """A config that records in `asked` the fields that were looked up one by one."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -34,8 +34,11 @@ class Recorded(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Fields:
-    """A config.json. A field that is absent or null takes its default, first that of the family in `defaults`, then
-    that of whoever reads it; without one it is required. What is `fixed` is so whatever the config says."""
+    """A config.json. Values in `fixed` replace those of the config.
+
+    A field that is absent or null takes the family's default in `defaults`, then the default of the call that reads it.
+    A field without a default is required.
+    """
 
     config: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -48,21 +51,21 @@ class Fields:
         return self.defaults.get(name) if value is None else value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A dimension or a count: at least 1."""
+        """Read a dimension or a count: at least 1. Raises FamilyError."""
         value = self._value(name, default)
         if type(value) is not int or not 1 <= value <= MAX_SIZE:
             raise FamilyError(f"config.json: {name} is {value!r}, expected a whole number from 1 to {MAX_SIZE}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+        """Read a positive, finite number. Raises FamilyError."""
         value = self._value(name, default)
         if not _positive(value):
             raise FamilyError(f"config.json: {name} is {value!r}, expected a positive number")
         return float(value)
 
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """Read as many positive, finite numbers as the default has."""
+        """Read as many positive, finite numbers as the default has. Raises FamilyError."""
         value = self._value(name, list(default))
         if not isinstance(value, list) or len(value) != len(default) or not all(map(_positive, value)):
             raise FamilyError(f"config.json: {name} is {value!r}, expected {len(default)} positive numbers")
@@ -98,7 +101,7 @@ def _positive(value: object) -> bool:
 
 
 def divides(part: int, whole: int, part_name: str, whole_name: str) -> int:
-    """whole // part. Raises FamilyError unless it comes out even."""
+    """Return whole // part. Raises FamilyError if part does not divide whole."""
     if whole % part:
         raise FamilyError(f"config.json: {whole_name} = {whole} is not a multiple of {part_name} = {part}")
     return whole // part

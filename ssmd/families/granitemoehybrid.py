@@ -4,9 +4,9 @@ Parameters (weights are (out, in)): embedding, norm, head unless tied, and for e
     norm1, norm2            (hidden,)
     gate_up, down           SwiGLU; gate's rows come first
     those of mixer.py       Mamba layers
-    those of attention.py   attention layers; the attention multiplier stands in q
-The residual multiplier stands in o, out and down; the logits' divisor in norm. Only the embedding multiplier is left
-to the module: the embedding may be the head as well.
+    those of attention.py   attention layers; the attention multiplier is in q
+The residual multiplier is in o, out and down, the logits' divisor in norm. Only the embedding multiplier is left to the
+module, as the embedding may also be the head.
 """
 
 from __future__ import annotations

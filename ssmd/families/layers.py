@@ -1,4 +1,4 @@
-"""Which layers of a hybrid model are recurrent, attend or are an MLP: a config.json's lists, in every spelling."""
+"""The kinds of a hybrid model's layers (recurrent, attention or MLP): a config.json's lists, in every spelling."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def layer_kinds(f: Fields) -> tuple[LayerKind, ...] | None:
 
 
 def _list(f: Fields) -> str:
-    """The name of the list that counts. Raises FamilyError where there are two of them."""
+    """Return the name of the list that is used. Raises FamilyError if there are two different ones."""
     first, second = f.get("layer_types"), f.get("layers_block_type")
     if first is not None and second is not None and first != second:
         raise FamilyError(f"config.json: layer_types is {first!r} and layers_block_type {second!r}: leave one out")
@@ -43,8 +43,10 @@ def _list(f: Fields) -> str:
 
 
 def full_attention(f: Fields) -> bool:
-    """Whether `layer_types` says that all layers attend to all positions; False without it. Raises FamilyError where it
-    says another thing."""
+    """Return True if `layer_types` says that all layers attend to all positions; False if it is absent.
+
+    Raises FamilyError if it names other kinds of layers.
+    """
     types, layers = f.get("layer_types"), f.size("num_hidden_layers")
     if types is not None and types != ["full_attention"] * layers:
         raise FamilyError(
@@ -55,8 +57,10 @@ def full_attention(f: Fields) -> bool:
 
 
 def part_kinds(f: Fields) -> tuple[PartKind, ...]:
-    """Read the kinds of layers of one part each, from a list, or `hybrid_override_pattern`, which has a letter for
-    each. Raises FamilyError."""
+    """Read the kinds of layers with one part each. Raises FamilyError.
+
+    They are in a list, or in `hybrid_override_pattern`, which has a letter for each.
+    """
     known: dict[str, PartKind] = {**SPELLINGS, "mlp": "mlp"}
     name, letters = _list(f), False
     if f.get(name) is None and f.get("hybrid_override_pattern") is not None:

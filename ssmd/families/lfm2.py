@@ -69,7 +69,7 @@ class Config:
 
 
 def _intermediate(f: Fields) -> int:
-    """Rows of w1, as `Lfm2MLP` counts them."""
+    """Return the rows of w1, as `Lfm2MLP` computes them."""
     size = f.size("intermediate_size") if f.get("block_ff_dim") is None else f.size("block_ff_dim")
     if not f.flag("block_auto_adjust_ff_dim", True):
         return size

@@ -49,7 +49,7 @@ class Config:
 
     @staticmethod
     def of(f: Fields, *, qk_norm: bool = False) -> Config:
-        """Read all but windows; `qk_norm`: whether queries and keys are normalized. Raises FamilyError."""
+        """Read all fields but those of windows. qk_norm: queries and keys are normalized. Raises FamilyError."""
         f.silu("hidden_act")
         eps = f.number("rms_norm_eps", 1e-6)
         max_position = f.size("max_position_embeddings", 2048)

@@ -6,7 +6,7 @@ Parameters (weights are (out, in)): embedding, norm, head unless tied, and for e
     conv          (K, 1, D)
     x             (R + 2 N, D); rows: the time step's input, B, C
     dt, dt_bias   (D, R), (D,)
-    A             (N, D) = -exp(A_log), turned round: graphs have the channels last
+    A             (N, D) = -exp(A_log), transposed: graphs have the channels last
     D             (D,)
     *_bias        where the config has biases
 
@@ -42,12 +42,12 @@ class Config:
 
     @staticmethod
     def parse(config: Mapping[str, Any], *, mixer_eps: float | None = None) -> Config:
-        """Read config.json; `mixer_eps`: of the norms of dt, B and C. Raises FamilyError naming the field."""
+        """Read config.json. Raises FamilyError naming the field. mixer_eps: epsilon of the norms of dt, B and C."""
         f = Fields(config)
         f.silu("hidden_act")
         hidden = f.size("hidden_size")
-        # As transformers does: a checkpoint that names both is built with intermediate_size (Falcon-Mamba 7B has
-        # another `expand`, which nothing was trained with).
+        # As transformers does: if a checkpoint names both, intermediate_size counts (Falcon-Mamba 7B has another
+        # `expand`, which it was not trained with).
         inner = f.size("intermediate_size", f.size("expand", 2) * hidden)
         width = f.size("conv_kernel", 4)
         if width < 2:

@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv:2405.21060): nothing but mixers (transformers' `Mamba2ForCausalLM`).
+"""Mamba-2 (arXiv:2405.21060): only mixers (transformers' `Mamba2ForCausalLM`).
 
 Parameters (weights are (out, in)): embedding, norm, head unless tied, and for each layer i `layer{i}_` +
     norm                 (hidden,)
@@ -45,8 +45,8 @@ class Config:
     def parse(config: Mapping[str, Any]) -> Config:
         """Read config.json. Raises FamilyError naming the field.
 
-        `norm_before_gate`, which published configs have, is not read: transformers gates first whatever it says, and
-        so were the published weights trained. `residual_in_fp32` is no choice here: everything is float32.
+        `norm_before_gate` of published configs is not read: transformers always gates first, and the published weights
+        were trained so. `residual_in_fp32` has no effect here: everything is float32.
         """
         f = Fields(config)
         f.silu("hidden_act")

@@ -28,7 +28,7 @@ Norm = Literal["after the gate", "before the gate", "none"]
 
 @dataclass(frozen=True)
 class Names:
-    """What a family's config.json calls the mixer's fields, and the sizes of transformers' config without them."""
+    """The names of the mixer's fields in a family's config.json, and transformers' default sizes without them."""
 
     heads: str = "mamba_n_heads"
     head_dim: str = "mamba_d_head"
@@ -54,10 +54,10 @@ def mamba2_of(
     norm: Norm = "after the gate",
     out_bias: bool | None = None,
 ) -> Mamba2:
-    """Read the mixer from a config.json.
+    """Read the mixer from a config.json. Raises FamilyError naming the field.
 
-    `inner`: what decides the inner size and its value, else expand * hidden_size; `out_bias`: else as for `in`. Raises
-    FamilyError naming the field.
+    inner: the name and value of the field that decides the inner size; None: expand * hidden_size. out_bias: None: as
+    for `in`.
     """
     source, size = inner or (f"{names.expand} * hidden_size", f.size(names.expand, 2) * f.size("hidden_size"))
     heads, groups = f.size(names.heads, 128), f.size(names.groups, names.default_groups)
@@ -91,8 +91,11 @@ def mamba2_of(
 def mamba2(
     m: Mamba2, hidden: int, source: str, *, into: float = 1.0, parts: Sequence[float] = (1.0,) * 5, out: float = 1.0
 ) -> dict[str, Binding]:
-    """Bind the mixer's parameters to the tensors `source`in_proj and so on. Factors on the mixer's input (`into`, which
-    no bias sees), on what `in` gives (`parts`: gate, x, B, C, dt) and on the mixer's output (`out`)."""
+    """Bind the mixer's parameters to the tensors `source`in_proj and so on.
+
+    into: factor on the mixer's input, which does not apply to biases. parts: factors on the outputs of `in` (gate, x,
+    B, C, dt). out: factor on the mixer's output.
+    """
     made = {
         "in": _scaled(m, tensor(source + "in_proj.weight", m.rows, hidden, scale=into), parts),
         "out": tensor(source + "out_proj.weight", hidden, m.inner, scale=out),
@@ -136,7 +139,7 @@ def _time_step_limit(f: Fields) -> tuple[float, float]:
 
 
 def _float(value: object) -> float:
-    """A number, or how transformers writes one that JSON has not: {"__float__": "Infinity"}. Else nan."""
+    """Return a number, also one that transformers writes as {"__float__": "Infinity"}; nan for anything else."""
     if isinstance(value, dict):
         value = {"Infinity": math.inf}.get(str(value.get("__float__")))
     return math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)

@@ -7,7 +7,7 @@ from ssmd.model.plan import Mlp
 
 
 def mlp(m: Mlp, hidden: int, source: str, *, gate: float = 1.0, down: float = 1.0) -> dict[str, Binding]:
-    """Bind an MLP to the tensors `source`{gate,up,down}_proj; factors on what gate and down give."""
+    """Bind an MLP to the tensors `source`{gate,up,down}_proj. gate, down: factors on their outputs."""
     parts = ((source + "gate_proj.", gate), (source + "up_proj.", 1.0))[0 if m.activation == "swiglu" else 1 :]
     name, _ = m.into
     made = {

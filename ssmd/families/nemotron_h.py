@@ -1,8 +1,10 @@
-"""Nemotron-H, dense (arXiv:2504.03624; transformers' `NemotronHForCausalLM`): every layer is a Mamba-2 mixer, attention
-without positions, or an MLP with squared ReLU. Parameters as in ssmd/model/plan.py; 1/sqrt(head_dim) stands in q.
+"""Nemotron-H, dense (arXiv:2504.03624; transformers' `NemotronHForCausalLM`).
 
-dt is clamped to `time_step_limit`, as in the published model. transformers 5.23 has `time_step_min` in its place where
-it reads several tokens at once, and no limit where it reads one (its pull request 48989).
+Every layer is a Mamba-2 mixer, attention without positions, or an MLP with squared ReLU. Parameters as in
+ssmd/model/plan.py; the factor 1/sqrt(head_dim) is in q.
+
+dt is clamped to `time_step_limit`, as in the published model. transformers 5.23 uses `time_step_min` instead when it
+reads several tokens at once, and no limit when it reads one (its pull request 48989).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Fields of a config.json that no family reads: those that say nothing, and those that would say too much.
+"""Fields of a config.json that no family reads: those without effect, and those with only one supported value.
 
-Together with what a family reads they are all that transformers 5.23 reads of its config class, in the class itself and
-in its modeling: tests/authoring/test_configs.py walks both and tries every field.
+Together with the fields that a family reads, they are all that transformers 5.23 reads of its config class, in the
+class and in its modeling. tests/authoring/test_configs.py walks both and tries every field.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Whatever they say, transformers gives the same logits: how it trains, initializes, runs, returns and saves.
+# Fields that do not change transformers' logits: they are for training, initialization, running, returning and saving.
 EVERYWHERE = _names(
     "_name_or_path architectures attention_dropout attn_implementation auto_map bos_token_id chunk_size_feed_forward "
     "dtype eos_token_id experts_implementation gradient_checkpointing id2label initializer_range label2id model_type "
@@ -50,7 +50,7 @@ NEUTRAL: dict[str, frozenset[str]] = {
     ),
     "lfm2": EVERYWHERE | {"full_attn_idxs"},  # beside layer_types
 }
-# What transformers' code for all models makes of any config: with another value, another model than is built here.
+# Fields that transformers' code for all models reads. With another value they make a model that is not supported here.
 ONLY: dict[str, Any] = {
     "decoder": None,
     "default_rope_type": None,
@@ -65,7 +65,7 @@ ONLY: dict[str, Any] = {
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Raise FamilyError, naming the field, where a config asks for another kind of model than any here."""
+    """Raise FamilyError, which names the field, if a config describes a kind of model that is not supported."""
     for name, only in ONLY.items():
         if config.get(name) not in (None, only):
             raise FamilyError(

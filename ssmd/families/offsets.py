@@ -1,15 +1,15 @@
-"""Offsets: int4 with a scale and an offset for each block of a row, in graphs whose blocks have scales alone.
+"""Offsets: int4 with a scale and an offset for each block of a row, in graphs whose blocks have only scales.
 
 A block of 32 values w is step (q - 8) + c, with q from 0 to 15: 16 levels from its least value to its largest. With s
 the sums of x over the same blocks
 
     W x = L x + C s
 
-so that L, whose blocks have scales alone, stands in the weight's place, and C (rows, columns / 32) is a parameter of
-its own, `q_offset` of `q`. Weights that came in such blocks, as in llama.cpp's Q4_1, stay what they were; others are
-rounded to 16 levels of their own, where a scale alone leaves a block those that lie around zero.
+L, whose blocks have only scales, takes the weight's place. C (rows, columns / 32) is a parameter of its own, `q_offset`
+of `q`. Weights that came in such blocks, as in llama.cpp's Q4_1, keep their values. Other weights are rounded to 16
+levels that fit their block; with only a scale the levels would lie around zero.
 
-In each block of L the least value is -8 steps: a scale by the largest value, of 8 steps, finds every level again.
+In each block of L the least value is -8 steps. So a scale by the largest value, of 8 steps, gives every level again.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _LEAST = np.float32(2.0**-14)  # a step: float16's smallest that has all its dig
 
 
 def is_multiplied(name: str) -> bool:
-    """Whether a parameter is a matrix that a layer multiplies with, as other matrices are not: Mamba-1's A."""
+    """Return True if a parameter is a matrix in a layer's product. Mamba-1's A, for example, is not."""
     layer, _, own = name.partition("_")
     return layer.startswith("layer") and own in _MULTIPLIED
 
 
 def with_offsets(bindings: Mapping[str, Binding], weights: Collection[str]) -> dict[str, Binding]:
-    """The bindings of a family's module, of which these weights have offsets; their rows are multiples of BLOCK."""
+    """Return the bindings of a family's module with offsets for these weights. Their rows are multiples of BLOCK."""
     made = dict(bindings)
     for name in weights:
         made[name] = mapped(lambda rows: divided(rows)[0], bindings[name], by_rows=True)
@@ -55,7 +55,7 @@ def with_offsets(bindings: Mapping[str, Binding], weights: Collection[str]) -> d
 
 
 def divided(rows: Array) -> tuple[Array, Array]:
-    """L (n, K) and C (n, K / 32) of rows (n, K). Steps are float16 numbers: raises SourceError beyond them."""
+    """Return L (n, K) and C (n, K / 32) of rows (n, K). Steps are float16: raises SourceError if one is larger."""
     blocks = rows.reshape(len(rows), -1, BLOCK)
     low = blocks.min(-1, keepdims=True)
     step = np.maximum((blocks.max(-1, keepdims=True) - low) / np.float32(15), _LEAST)

@@ -1,4 +1,4 @@
-"""The families there are, by the `model_type` of config.json."""
+"""The supported families, by the `model_type` of config.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ssmd.model.plan import Plan, first_problem
 
 @dataclass(frozen=True)
 class Family:
-    """What a family knows. A config is the family's own dataclass; all have `vocabulary` and `max_position`."""
+    """The functions of a family. Its config is a dataclass of its own, with `vocabulary` and `max_position`."""
 
     name: str
     read: Callable[[Mapping[str, Any]], Any]
@@ -46,14 +46,14 @@ class Family:
             return self.read(config)
 
     def unread(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the fields of a config.json that say something and are not read, nor known to make no difference."""
+        """Return the names of set fields of a config.json that are not read and not known to have no effect."""
         recorded = Recorded(config)
         self.parse(recorded)
         known = recorded.asked | NEUTRAL[self.name]
         return tuple(sorted(name for name, value in config.items() if value is not None and name not in known))
 
     def plan(self, config: Any) -> Plan:
-        """Describe the model of a config: layers, state, parameters. Raises FamilyError if it makes none."""
+        """Describe the model of a config: layers, state, parameters. Raises FamilyError if it is not possible."""
         with _said():
             plan = self.describe(config)
             plan.spec("float32")  # which MLPs alone do not make
@@ -64,8 +64,10 @@ class Family:
         return plan
 
     def tables(self, config: Any, context: int) -> dict[str, Binding]:
-        """Make what a graph for `context` tokens holds beside its parameters and follows from the config alone: where
-        the family has RoPE its `rope_cos` and `rope_sin`, (context, R/2)."""
+        """Return bindings of the tables that a graph for `context` tokens holds beside its parameters.
+
+        With RoPE these are `rope_cos` and `rope_sin`, (context, R/2); without it there are none.
+        """
         plan = self.plan(config)
         if plan.rope is None or not plan.rotated:
             return {}
@@ -78,7 +80,7 @@ class Family:
 
 @contextmanager
 def _said() -> Iterator[None]:
-    """Raise FamilyError where a part of a plan refuses a size or a number, or the whole has no state."""
+    """Raise errors inside as FamilyError: a plan's part refuses a size or a number, or the plan has no state."""
     try:
         yield
     except FamilyError:
@@ -97,7 +99,7 @@ FAMILIES = {
         Family("bamba", bamba.Config.parse, bamba.plan, bamba.bindings),
         Family("falcon_h1", falcon_h1.Config.parse, falcon_h1.plan, falcon_h1.bindings),
         Family("qwen3", qwen3.parse, llama.plan, llama.bindings),
-        # Their scan is unrolled: at 256 tokens nothing is gained a token, and a runtime takes half a minute to load it.
+        # Their scan is unrolled. At 256 tokens each token is not faster, and a runtime takes half a minute to load it.
         Family("mamba", mamba.Config.parse, mamba.plan, mamba.bindings, buckets=(16, 64)),
         Family("falcon_mamba", falcon_mamba.parse, mamba.plan, mamba.bindings, buckets=(16, 64)),
         Family("nemotron_h", nemotron_h.Config.parse, nemotron_h.plan, nemotron_h.bindings),
@@ -107,7 +109,7 @@ FAMILIES = {
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Find the family of a config.json. Raises FamilyError with what is supported, or what to take instead."""
+    """Return the family of a config.json. Raises FamilyError with the supported ones, or with what to use instead."""
     if why := unread(config):
         raise FamilyError(f"config.json: {why}")
     name = config.get("model_type")

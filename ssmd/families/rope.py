@@ -1,4 +1,4 @@
-"""RoPE's settings in a config.json; what it computes stands in ssmd/model/rope.py."""
+"""RoPE's settings in a config.json; its arithmetic is in ssmd/model/rope.py."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from ssmd.model.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnSca
 def rope_of(
     fields: Fields, head_dim: int, max_position: int, theta: float = 10_000.0, partial: float | None = None
 ) -> tuple[Rope, int]:
-    """Read RoPE from `rope_scaling`, else `rope_parameters`, as transformers does; with it, how many values of a head
-    it rotates.
+    """Read RoPE from `rope_scaling`, else `rope_parameters`, as transformers does. Raises FamilyError naming the field.
 
-    `theta` is the family's own, where the config names none. `partial` is the family's default of
-    partial_rotary_factor, the share of a head that is rotated; without one, only whole heads are supported. Raises
-    FamilyError naming the field.
+    Returns it with the number of values of a head that it rotates. theta: the family's default. partial: the family's
+    default of partial_rotary_factor, the share of a head that is rotated; None supports only whole heads.
     """
     name, table = _table(fields, {"rope_theta": theta, "partial_rotary_factor": 1.0 if partial is None else partial})
     inner = Fields(table)
@@ -42,15 +40,17 @@ def rope_of(
         return Rope(theta), rotated
     if kind == "yarn" and theta <= 1:
         raise FamilyError(f"config.json: rope_theta is {theta}, expected more than 1 with YaRN")
-    # It stands beside the table in some configs, and goes first there.
+    # Some configs have it beside the table, where it takes precedence.
     place = fields if fields.get("original_max_position_embeddings") is not None else inner
     original = place.size("original_max_position_embeddings", max_position) if kind != "linear" else 0
     return Rope(theta, SCALINGS[kind](name, inner, original, max_position)), rotated
 
 
 def _table(fields: Fields, defaults: Mapping[str, float]) -> tuple[str, Mapping[str, Any]]:
-    """The object that counts, and its name. Raises FamilyError where it leaves out what the other one says, which is
-    not what is then taken."""
+    """Return the name of the object that is used, and the object.
+
+    Raises FamilyError if the other object has a field that this one lacks, and whose value would be ignored.
+    """
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(fields.get(name) or {}, dict):
             raise FamilyError(f"config.json: {name} is {fields.get(name)!r}, expected an object")
@@ -79,7 +79,7 @@ def _llama3(name: str, table: Fields, original: int, max_position: int) -> Scali
 
 
 def _yarn(name: str, table: Fields, original: int, max_position: int) -> Scaling:
-    """Fields that are absent, null or 0 are what transformers takes in their place."""
+    """Read YaRN's fields. Those that are absent, null or 0 take transformers' defaults."""
     implied = max_position / original if "factor" in table.config else None  # null: the contexts say it
     factor = table.number("factor", implied)
     attention = _attention_factor(factor)
@@ -97,7 +97,7 @@ def _yarn(name: str, table: Fields, original: int, max_position: int) -> Scaling
 
 
 def _attention_factor(factor: float, scale: float = 1.0) -> float:
-    """YaRN's sqrt(1/t) (arXiv:2309.00071, equation 22)."""
+    """Return YaRN's sqrt(1/t) (arXiv:2309.00071, equation 22)."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -1,18 +1,19 @@
-"""Hadamard rotation: what makes int8 hard is spread over many channels beforehand (QuaRot, arXiv:2404.00456).
+"""Hadamard rotation: it spreads the outliers that make int8 hard over many channels (QuaRot, arXiv:2404.00456).
 
-A few channels of the residual stream, and of what `out` and `down` read, are many times larger than the others; an
-activation's 8 bits are spent on them. With H_b the Hadamard matrix of b channels over sqrt(b), symmetric and its own
-inverse, and R the block diagonal of as many as there are (b: at most 64), the same function is computed by
+A few channels of the residual stream, and of the inputs of `out` and `down`, are many times larger than the others. An
+activation's 8 bits are spent on them. H_b is the Hadamard matrix of b channels over sqrt(b), symmetric and its own
+inverse; b is at most 64. R is the block diagonal matrix of as many H_b as the channels need. The same function is
+computed by
 
-    h' = h R                       what the layers add to, as RMSNorm's factor does not change by it
-    W' = W diag(norm) R            of what reads it: q, k, v, in, gate_up, up and an untied head; the norms are gone
-    W' = R W, bias' = bias R       of what adds to it: o, out, down
+    h' = h R                       residual stream: RMSNorm's factor does not change by R
+    W' = W diag(norm) R            its readers: q, k, v, in, gate_up, up and an untied head; the norms are gone
+    W' = R W, bias' = bias R       its writers: o, out, down
     embedding' = embedding R
-    W' = W R                       of out and down once more, on the other side: their input is multiplied by H_b in
+    W' = W R                       out and down once more, on the other side: their input is multiplied by H_b in
                                    the graph (`spread_out`, `spread_down`), 64 products for each channel
 
-A tied head reads with the embedding's matrix: the graph undoes the rotation (`spread_norm`), applies the last norm,
-which stays, and rotates again. Sums and differences alone, always in one order: the same bits anywhere.
+A tied head reads with the embedding's matrix. So the graph undoes the rotation (`spread_norm`), applies the last norm,
+which stays, and rotates again. Only sums and differences are used, always in one order: the bits are the same anywhere.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _ELEMENTS = 48 << 10  # rotated at a time, so that they stay in the processor's 
 
 
 def block_of(channels: int) -> int:
-    """The block b of so many channels: the largest power of two that divides them, at most BLOCK."""
+    """Return the block b for a number of channels: the largest power of two that divides it, at most BLOCK."""
     return min(channels & -channels, BLOCK)
 
 
 def hadamard(size: int) -> Array:
-    """H_b as float32 (b, b); `size` is a power of two."""
+    """Return H_b as float32 (b, b). size: b, a power of two."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -46,7 +47,7 @@ def hadamard(size: int) -> Array:
 
 
 def turned(array: Array, scale: Array | None = None) -> Array:
-    """array diag(scale) R: the last axis of (n,) or (rows, n), as float32."""
+    """Return array diag(scale) R as float32, for an array (n,) or (rows, n)."""
     channels = array.shape[-1]
     size = block_of(channels)
     rows = array.reshape(-1, channels)
@@ -60,7 +61,7 @@ def turned(array: Array, scale: Array | None = None) -> Array:
 
 
 def _product(x: Array) -> Array:
-    """H_b x for x (b, n), whose memory is used up. Each sum is of long runs."""
+    """Return H_b x for x (b, n), which is overwritten. Each sum is over long runs of memory."""
     size = len(x)
     y, width = np.empty_like(x), 1
     while width < size:
@@ -76,7 +77,7 @@ def _product(x: Array) -> Array:
 
 
 def rotated(bindings: Mapping[str, Binding]) -> dict[str, Binding]:
-    """The bindings of a family's module, rotated. Parameters are named alike in all families."""
+    """Return the rotated bindings of a family's module. Parameters have the same names in all families."""
     made = dict(bindings)
     made["embedding"] = mapped(turned, made["embedding"], by_rows=True)
     for key in bindings:
@@ -103,12 +104,12 @@ def rotated(bindings: Mapping[str, Binding]) -> dict[str, Binding]:
 
 
 def _through(norm: Binding, weight: Binding) -> Binding:
-    """W diag(norm) R."""
+    """Return the binding of W diag(norm) R."""
     return mapped(turned, weight, norm, by_rows=True)
 
 
 def _added(weight: Array) -> Array:
-    """R weight, of a matrix."""
+    """Return R times a matrix."""
     rows, columns = weight.shape
     size = block_of(rows)
     out = np.empty(weight.shape, np.float32)
@@ -121,5 +122,5 @@ def _added(weight: Array) -> Array:
 
 
 def _matrix(reader: Binding) -> Binding:
-    """The H_b for what a parameter reads: as many channels as its last axis is long."""
+    """Return the binding of H_b for a parameter's input, which has as many channels as its last axis is long."""
     return mapped(lambda weight: hadamard(block_of(weight.shape[-1])), reader)

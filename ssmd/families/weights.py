@@ -1,6 +1,6 @@
-"""Bindings: how each parameter of a re-authored module is made from a source's tensors.
+"""Bindings, which make each parameter of a re-authored module from a source's tensors.
 
-All arithmetic on weights alone stands in bindings, so that every constant of an exported graph is one parameter.
+All arithmetic that involves only weights is in bindings, so that every constant of an exported graph is one parameter.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ BLOCK_ELEMENTS = 1 << 18  # 1 MB: what is made of a block stays in a processor's
 
 @dataclass(frozen=True)
 class Binding:
-    """A parameter: `whole` at once, or its rows in order, block by block, in little memory.
+    """The way to make a parameter: `whole` at once, or `blocks` of its rows in order, in little memory.
 
-    `reads`: the tensors that it is made from, and their shapes. Both raise SourceError where one is absent or has
-    another shape, or a value that is not finite.
+    Both raise SourceError if a tensor is absent, has another shape, or holds a value that is not finite.
+    reads: the tensors that it is made from, with their shapes.
     """
 
     whole: Callable[[Tensors], Array]
@@ -35,7 +35,7 @@ class Binding:
 
 
 def tensor(name: str, *shape: int, scale: float = 1.0) -> Binding:
-    """The tensor `name`, times `scale`."""
+    """Return the binding of the tensor `name`, times `scale`."""
 
     def scaled(array: Array) -> Array:
         return array if scale == 1.0 else array * np.float32(scale)
@@ -49,7 +49,7 @@ def tensor(name: str, *shape: int, scale: float = 1.0) -> Binding:
 
 
 def stacked(*parts: Binding) -> Binding:
-    """Several matrices as one, row blocks in order: one larger product instead of several."""
+    """Return the binding of several matrices stacked by rows: one larger product instead of several."""
 
     def whole(source: Tensors) -> Array:
         return np.concatenate([part(source) for part in parts], axis=0)
@@ -62,8 +62,10 @@ def stacked(*parts: Binding) -> Binding:
 
 
 def mapped(function: Callable[..., Array], part: Binding, *others: Binding, by_rows: bool = False) -> Binding:
-    """What `function` makes of `part` and of the whole `others`. `by_rows`: of some rows of `part` it makes the rows of
-    the whole that stand in the same place."""
+    """Return the binding of `function` applied to `part` and the whole `others`.
+
+    by_rows: applied to some rows of `part`, the function gives the same rows of the whole result.
+    """
 
     def whole(source: Tensors) -> Array:
         return np.ascontiguousarray(function(part(source), *(other(source) for other in others)))
@@ -80,5 +82,5 @@ def mapped(function: Callable[..., Array], part: Binding, *others: Binding, by_r
 
 
 def given(make: Callable[[], Array]) -> Binding:
-    """What takes no tensor."""
+    """Return the binding of an array that is made without tensors."""
     return Binding(lambda _: make(), lambda _: iter([make()]), {})

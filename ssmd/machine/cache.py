@@ -1,4 +1,4 @@
-"""Files that only save time: kept with a checksum against damage, dropped when in doubt."""
+"""Cache files: kept with a checksum against damage, dropped when in doubt."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from ssmd.machine import homes
 from ssmd.machine.privatefile import PLAIN, read_own
 
 log = logging.getLogger(__name__)
-_HELD = sys.platform == "win32"  # a file that is open cannot be given another name, nor taken away
-_BLOCK = 1 << 20  # bytes; what is read stays in the processor's cache
-_SEAL_BYTES = 4096  # at most
-BUILD = 24  # digits of a build's hash, with which the name of what is kept of it begins
+_HELD = sys.platform == "win32"  # an open file can be neither renamed nor removed
+_BLOCK = 1 << 20  # bytes per read; a block fits the processor's cache
+_SEAL_BYTES = 4096  # most bytes of a seal
+BUILD = 24  # digits of a build's hash that begin the names of its cached files
 
 
 def cache_folder() -> Path:
-    """The folder of caches: SSMD_CACHE_DIR, else the user's own."""
+    """Return the folder of caches: SSMD_CACHE_DIR, else the user's own."""
     return Path(os.environ.get("SSMD_CACHE_DIR") or homes.caches())
 
 
 def tunings() -> Path:
-    """Return the folder of tilings that runtimes measured. An exact resume needs them, so they are with the user's
-    data: a cache may be emptied.
+    """Return the folder of tilings that runtimes measured.
+
+    An exact resume needs them, so they are with the user's data: a cache may be emptied.
     """
     return Path(os.environ.get("SSMD_DATA_DIR") or homes.data()) / "tunings"
 
 
 def forget(build: str) -> None:
-    """Remove what runtimes keep of an artifact's build. Raises nothing."""
+    """Remove the files that runtimes keep for an artifact's build. Never raises."""
     start = f"{build[:BUILD]}*"
     for kept in (*cache_folder().glob(f"*/{start}"), *tunings().glob(start)):
         if kept.is_dir() and not kept.is_symlink():
@@ -48,14 +49,15 @@ def forget(build: str) -> None:
 
 
 class CachedFile:
-    """A file and, in another beside it, its size and checksum. It is written under another name and put in place whole;
-    on Windows, where no file is moved that a library still holds, it keeps that name, and the one beside it says so.
+    """A file with its seal, a second file that holds its size and checksum.
 
-    Nothing here raises for a folder that cannot be written to: the log says what that costs.
+    The file is written under a temporary name and then renamed. On Windows a file that a library holds open cannot be
+    renamed, so it keeps that name and the seal names it. A folder that cannot be written raises nothing: it is logged,
+    with the consequences.
     """
 
     def __init__(self, path: Path, costs: str) -> None:
-        """`costs`: what it means to go without, for the log."""
+        """costs: the consequences of having no cache, for the log."""
         self.path = path
         self._seal = path.with_suffix(".json")
         self._costs = costs
@@ -72,7 +74,7 @@ class CachedFile:
                 return False
             if "sha256" not in seal:
                 return _checksum(self.path) == seal.get("xxh3")
-            if _sha256(self.path) != seal["sha256"]:  # of before, which takes a second for each GB
+            if _sha256(self.path) != seal["sha256"]:  # an older seal: it takes a second for each GB
                 return False
             self._write_seal(_sealed(self.path))
             return True
@@ -80,7 +82,7 @@ class CachedFile:
             return False
 
     def fresh(self, nbytes: int = 0) -> Path | None:
-        """A name to write to, where nothing is yet, and where there is room for so many bytes. None: go without."""
+        """Return a new path to write `nbytes` to, for which the disk has room; None if no cache can be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             fresh = self.path.with_name(f"{self._seal.stem}.{os.getpid()}{self.path.suffix if _HELD else '.tmp'}")
@@ -96,7 +98,7 @@ class CachedFile:
         return fresh
 
     def keep(self, fresh: Path) -> None:
-        """Keep what was written to `fresh`: it is good."""
+        """Keep the file that was written to `fresh`, with a new seal."""
         try:
             if fresh.is_file():
                 fresh.chmod(0o600)
@@ -125,7 +127,7 @@ class CachedFile:
             file.write(text)
 
     def _sweep(self) -> None:
-        """Remove what other processes left under names of their own, but what one of them holds or may write yet."""
+        """Remove files that ended processes left under their temporary names. Files still in use stay."""
         for left in self.path.parent.glob(f"{self._seal.stem}.*{self.path.suffix if _HELD else '.tmp'}"):
             with contextlib.suppress(OSError):
                 if _HELD or not _runs(left.name.split(".")[-2]):
@@ -133,19 +135,21 @@ class CachedFile:
 
 
 def _runs(process: str) -> bool:
-    """Return True if a process of that number may exist."""
+    """Return True if a process with this id may exist."""
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return False
-    except (OSError, ValueError, OverflowError):  # of another user, or no number
+    except (OSError, ValueError, OverflowError):  # another user's process, or not a number
         pass
     return True
 
 
 def _reserve(path: Path, nbytes: int) -> None:
-    """Have the disk hold a file of so many bytes for a moment: of a file system, a quota and a limit of this process
-    none says beforehand what it would refuse. Raises OSError."""
+    """Allocate a file of `nbytes` on the disk for a moment. Raises OSError if there is no room.
+
+    No other check covers the file system, quotas and limits of this process.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o600)
     try:
         if nbytes and not _allocated(descriptor, nbytes) and nbytes > shutil.disk_usage(path.parent).free:

@@ -103,7 +103,7 @@ def receive(stream: IO[bytes], *, most: int, most_head: int = MAX_HEAD) -> Packe
 
 
 class Child:
-    """Runs `module` in a child, and gives it jobs one after the other, in their order. Used from many threads.
+    """A child process that runs `module` and gets jobs one after the other. Used from many threads.
 
     memory: bytes. opening: the first job of each child. opening_s: its limit of processor time. An answer to the
     opening job with an `error` ends the child. So does one that differs from the first child's; it fails the next job.
@@ -141,7 +141,7 @@ class Child:
 
     @property
     def process_id(self) -> int | None:
-        """The process, while there is one."""
+        """The child's process id; None while no child runs."""
         process = self._process
         return None if process is None else process.pid
 
@@ -238,7 +238,7 @@ class Child:
         process.kill()
         for stream in (process.stdin, process.stdout):
             assert stream is not None
-            with contextlib.suppress(OSError):  # what was still to be written
+            with contextlib.suppress(OSError):  # bytes that are not written yet
                 stream.close()
         code, self._process = process.wait(), None
         if self._closed:

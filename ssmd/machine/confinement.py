@@ -1,7 +1,7 @@
-"""Limits that a process sets itself before it touches a stranger's bytes.
+"""Limits that a process sets on itself before it reads untrusted bytes.
 
-Windows has none of them. macOS keeps no limit on memory, and tells no process that its parent is gone. There the
-parent's own deadline is what ends it.
+Windows supports none of them. macOS does not enforce a limit on memory, nor notify a process that its parent is gone;
+there only the parent's deadline ends it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 
-DESCRIPTORS = 64
+DESCRIPTORS = 64  # open files of a confined process
 _PR_SET_PDEATHSIG = 1  # prctl.h
 
 
@@ -32,8 +32,10 @@ def forbid_core_dumps() -> None:
 
 
 def confine(memory: int, *, threads: bool = False) -> None:
-    """Bound this process: `memory` bytes of address space beside what it has, few files, no core dump, and no other
-    process, nor another thread unless `threads`."""
+    """Limit this process: few open files, no core dump, no child process, and no new thread unless `threads`.
+
+    memory: bytes of address space beside those it has now. With `threads`, files and processes are not limited.
+    """
     if sys.platform == "win32":
         return
     import resource
@@ -42,13 +44,15 @@ def confine(memory: int, *, threads: bool = False) -> None:
     if not threads:
         limits += [(resource.RLIMIT_NOFILE, DESCRIPTORS), (resource.RLIMIT_NPROC, 0)]
     for limit, most in limits:
-        with contextlib.suppress(OSError, ValueError):  # macOS has no RLIMIT_AS that counts; elsewhere less is allowed
+        with contextlib.suppress(OSError, ValueError):  # macOS ignores RLIMIT_AS; elsewhere a lower limit is in force
             resource.setrlimit(limit, (most, most))
 
 
 def allow_processor(seconds: float) -> None:
-    """Let this process run for so many more seconds of processor time, all its threads together: then the kernel ends
-    it, in whatever library it is."""
+    """Let this process use `seconds` more of processor time, all its threads together.
+
+    Then the kernel ends it, even inside a library.
+    """
     if sys.platform == "win32":
         return
     import resource
@@ -59,7 +63,10 @@ def allow_processor(seconds: float) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process as soon as the thread is gone that started it (Linux only)."""
+    """Have the kernel end this process when the thread that started it ends (Linux only).
+
+    parent: id of the parent process. Exits at once if that is already gone.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -19,7 +19,7 @@ _OWN_STATUS = {  # ntstatus.h
     0xC0000409: "abort",
     0xC06D007E: "library that is missing",
 }
-_ERROR = 0xC0000000  # the severity of a status; others of it are out of memory, Ctrl-C, a logoff
+_ERROR = 0xC0000000  # the severity of an error status, which out of memory, Ctrl-C and a logoff have too
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import contextlib
 import os
 import sys
 
-MOST = 10_240  # macOS refuses more; elsewhere the hard limit may be a billion
-_UNKNOWN = 1024
+MOST = 10_240  # descriptors to raise the limit to: macOS refuses more; elsewhere the hard limit may be a billion
+_UNKNOWN = 1024  # descriptors assumed to be open if they cannot be counted
 
 
 def raise_limit() -> None:

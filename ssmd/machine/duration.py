@@ -7,11 +7,11 @@ import re
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(ms|s|m|h|d|)", re.ASCII)
-MAX_S = 366 * 86400.0  # what is longer is for ever
+MAX_S = 366 * 86400.0  # longest time; a longer one counts as for ever
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `5m`, `1h30m`, `90` or `0`; infinite of `-1`, or of any other negative number. Raises ValueError."""
+    """Return the seconds of `5m`, `1h30m`, `90` or `0`; infinity for a negative time. Raises ValueError."""
     bare = text.strip().lower()
     if bare.startswith("-") and _seconds(bare[1:]) is not None:
         return math.inf

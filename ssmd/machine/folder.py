@@ -1,4 +1,4 @@
-"""Folders that settings name: their whole paths, made where they are missing, and private where that matters."""
+"""Folders that settings name: their absolute paths, their creation, and their rights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if sys.platform == "win32":
 
 
 def expanded(path: Path) -> Path:
-    """The whole path, without `~` and `..`. Raises ValueError."""
+    """Return the absolute path, without `~` and `..`. Raises ValueError."""
     try:
         whole = path.expanduser()
     except RuntimeError as err:
@@ -24,9 +24,9 @@ def expanded(path: Path) -> Path:
 
 
 def absolute(path: Path) -> Path:
-    """The whole path of a folder, in whose way no file stands. Raises ValueError.
+    """Return the absolute path of a folder. Raises ValueError if it or a folder above it is a file.
 
-    What rights it takes is seen where it is used, if it is.
+    Rights are not checked here, but where the folder is used.
     """
     whole = expanded(path)
     for one in (whole, *whole.parents):
@@ -40,8 +40,10 @@ def absolute(path: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder and those above it that are missing, all with mode 0700, or what Windows has for that. Raises
-    OSError."""
+    """Make a folder and its missing parents, all with mode 0700 or private by Windows' access lists.
+
+    Raises OSError.
+    """
     for one in (*reversed(folder.absolute().parents), folder):
         made = not one.is_dir()
         one.mkdir(mode=0o700, exist_ok=True)
@@ -66,9 +68,9 @@ def others_open(folder: Path) -> bool:
 
 
 def own(path: Path, called: str, advice: str) -> None:
-    """Make a folder that is this user's alone. Raises ValueError if it cannot be trusted or made.
+    """Make a folder that only this user can open. Raises ValueError if it cannot be trusted or made.
 
-    called: what it is, for the error; advice: what to do if it cannot be had.
+    called: the name of its purpose, for the error. advice: the error's advice if it cannot be made or written.
     """
     try:
         make_private(path)

@@ -1,4 +1,4 @@
-"""The folders that the system has for a user's programs, and ssmd's in them."""
+"""ssmd's folders in the user's folders for data, settings and caches."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class HomeError(ValueError):
 
 
 def data() -> Path:
-    """The folder of sessions and models, as `~/.local/share/ssmd`."""
+    """Return the folder of sessions and models, such as `~/.local/share/ssmd`."""
     return _found(platformdirs.user_data_dir)
 
 
 def settings() -> Path:
-    """The folder of the settings file, as `~/.config/ssmd`."""
+    """Return the folder of the settings file, such as `~/.config/ssmd`."""
     return _found(platformdirs.user_config_dir)
 
 
 def caches() -> Path:
-    """The folder of what only saves time, as `~/.cache/ssmd`."""
+    """Return the folder of caches, such as `~/.cache/ssmd`."""
     return _found(platformdirs.user_cache_dir)
 
 

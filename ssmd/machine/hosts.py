@@ -11,7 +11,7 @@ _APP_ORIGIN = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9._-]{1,
 
 
 def address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that a host is, None if it is a name."""
+    """Return a host's IP address; None if the host is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -19,7 +19,7 @@ def address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def place_of(host: str) -> str:
-    """The address, or the network of an IPv6 address; what is none as it is: a process."""
+    """Return an IPv4 address, or the /64 network of an IPv6 address. Other texts, such as a process, are unchanged."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # a process
@@ -33,8 +33,8 @@ def place_of(host: str) -> str:
 
 
 def is_hostname(name: str) -> bool:
-    """Whether a text can be the name of a host."""
-    # A dotted number that is no address is a typing error, not a name.
+    """Return True if a text can be the name of a host."""
+    # A dotted number that is not an address is a typing error, not a name.
     return _HOSTNAME.fullmatch(name) is not None and not re.fullmatch(r"[0-9.]+", name)
 
 
@@ -44,9 +44,9 @@ def bracketed(host: str) -> str:
 
 
 def origin(text: str) -> str:
-    """An origin as browsers write it. Apps and extensions have schemes of their own (`app://obsidian.md`).
+    """Return an origin as browsers write it. Apps and extensions have their own schemes (`app://obsidian.md`).
 
-    Raises ValueError, which says what is expected.
+    Raises ValueError, which gives examples.
     """
     if _APP_ORIGIN.fullmatch(text):
         return text

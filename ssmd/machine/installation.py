@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 DISTRIBUTION = "ssmd-daemon"
-ROOT = Path(__file__).resolve().parents[2]  # of a clone; else the folder that packages are installed in
-_MOST_CHARS = 300  # of what an import says
+ROOT = Path(__file__).resolve().parents[2]  # a clone's root; else the folder of installed packages
+_MOST_CHARS = 300  # characters of an import's error that are shown
 _NO_LIBRARY = re.compile(r"\b(lib[\w.+-]+?\.so[.\d]*): cannot open shared object file")
 _OLD_LIBRARY = re.compile(r"version `((?:GLIBC|GLIBCXX|CXXABI)_[\d.]+)' not found")
 _EXTRA = re.compile(r"""(?P<package>[^;]+);\s*extra\s*==\s*["'](?P<extra>[^"']+)["']\s*""")
@@ -31,8 +31,11 @@ def extra(name: str) -> tuple[str, ...]:
 
 
 def to_add(*extras: str) -> str:
-    """The command that adds extras: a clone's own script, else pip with the packages that they stand for, as ssmd
-    itself may be on no index."""
+    """Return the command that adds extras.
+
+    In a clone it is the clone's own script. Else pip gets the packages of the extras, as ssmd itself may not be on any
+    index.
+    """
     if _in_a_clone():
         setup = r"powershell -ExecutionPolicy Bypass -File scripts\setup.ps1" if os.name == "nt" else "scripts/setup"
         return f"{setup} {' '.join(extras)}"
@@ -41,25 +44,25 @@ def to_add(*extras: str) -> str:
 
 
 def to_install(*packages: str) -> str:
-    """The command that installs packages where this Python finds them."""
+    """Return the command that installs packages for this Python."""
     if not has_pip():
         command = f"uv pip install --python {_quoted(sys.executable)}"
     elif Path(shutil.which("pip") or "").parent == Path(sys.executable).parent:
         command = "pip install"
-    else:  # what `pip` alone means would go elsewhere, or nowhere
+    else:  # `pip` alone is another Python's, or missing
         command = f"{_quoted(sys.executable)} -m pip install"
     return f"{command} {' '.join(map(_quoted, packages))}"
 
 
 def _quoted(word: str) -> str:
-    """A word as the system's shell takes it: that of Windows knows no single quotes."""
+    """Return a word quoted for the system's shell; Windows' shell does not support single quotes."""
     if sys.platform == "win32":
         return word if re.fullmatch(r"[\w.:\\/=-]+", word) else f'"{word}"'
     return shlex.quote(word)
 
 
 def broken(package: str, err: BaseException) -> str:
-    """Say why a package that is installed cannot be imported, or its library loaded, and what would help."""
+    """Return the reason why an installed package or its library cannot be loaded, with the remedy."""
     said = str(err)
     if "DLL load failed" in said or getattr(err, "winerror", None) in (126, 127):
         chip = "arm64" if platform.machine().lower() in ("arm64", "aarch64") else "x64"
@@ -85,7 +88,7 @@ def broken(package: str, err: BaseException) -> str:
 
 
 def _requirement(package: str) -> str:
-    """The package as an extra of ssmd asks for it, with its bounds."""
+    """Return the package with the version bounds of ssmd's extra."""
     try:
         found = filter(None, map(_EXTRA.fullmatch, requires(DISTRIBUTION) or ()))
         asked = (f["package"].strip() for f in found)

@@ -13,7 +13,7 @@ from ssmd.machine.privatefile import NOFOLLOW
 LOCK_FILE = "daemon.lock"  # of a data directory
 TRIES = 25  # most tries to take the lock, or to look at it; a process that looks holds it for a moment
 _BETWEEN_S = 0.01
-_LOCKED_BYTE = 1 << 20  # offset behind the text: Windows does not allow reading locked bytes
+_LOCKED_BYTE = 1 << 20  # offset of the locked byte, beyond the text: Windows does not allow reading locked bytes
 
 
 def lock(descriptor: int) -> bool:

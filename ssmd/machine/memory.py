@@ -1,4 +1,4 @@
-"""The memory of this process: how much it holds, and giving back what the allocator keeps of freed memory."""
+"""The memory of this process: its amounts, and the return of freed memory to the system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if sys.platform == "win32":
     from ssmd.machine import windows
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
-_BIG_BYTES = 8 << 20
+_BIG_BYTES = 8 << 20  # size from which a freed block is returned to the system
 _MADV_DONTNEED = 4  # mman.h of Linux
 _STATUS = Path("/proc/self/status")
 _MAPS = Path("/proc/self/maps")
@@ -26,8 +26,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 def return_big_blocks() -> None:
     """Make blocks of 8 MiB and more go back to the system as soon as they are freed (glibc only).
 
-    By itself glibc raises that size to that of the largest block freed, up to 32 MiB: the caches, stores and workspaces
-    of a model then lie in arenas that cannot shrink.
+    By default glibc raises that size to the largest block freed, up to 32 MiB. A model's caches, stores and workspaces
+    would then lie in arenas that cannot shrink.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -35,15 +35,17 @@ def return_big_blocks() -> None:
 
 
 def trim() -> None:
-    """Hand the freed pages of all threads' arenas back (glibc only): a turn of 1,600 tokens leaves some 60 MB there."""
+    """Return the freed pages of all threads' arenas (glibc only): a turn of 1,600 tokens leaves about 60 MB there."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def available() -> int | None:
-    """Bytes that this process can still take without others being moved out, by the system and by the limits of a
-    container and its own; None where the system does not tell (Linux and Windows do)."""
+    """Return the bytes that this process can still take before the system has to swap; None if unknown.
+
+    Limits of the container and of the process count too. Linux and Windows report the bytes.
+    """
     if sys.platform == "win32":
         return windows.memory_free()
     free = [_field(_MEMINFO, "MemAvailable"), address_space()]
@@ -64,8 +66,10 @@ def _of_files(stat: Path) -> int:
 
 
 def address_space() -> int | None:
-    """Bytes that this process can still map before a limit of its own (`ulimit -v`); None without one, and where the
-    system does not tell how many it has (Linux does)."""
+    """Return the bytes that this process can still map within its own limit (`ulimit -v`).
+
+    None if it has no limit, or if the system does not report the mapped bytes; Linux does.
+    """
     size = _status("VmSize")
     if sys.platform == "win32" or size is None:
         return None
@@ -76,23 +80,25 @@ def address_space() -> int | None:
 
 
 def resident() -> int | None:
-    """Bytes of this process in memory now, those of mapped files too; None where the system does not tell."""
+    """Return the bytes of this process in memory now, including mapped files; None if the system does not report it."""
     if sys.platform == "win32":
         return windows.resident()
     return _status("VmRSS")
 
 
 def mapped() -> int | None:
-    """Bytes of `resident` that are pages of files, which the system takes back where others need the memory; None where
-    it does not tell."""
+    """Return the bytes of `resident` that are pages of files; None if the system does not report it.
+
+    The system reclaims such pages when other processes need memory.
+    """
     return _status("RssFile")
 
 
 def most_resident() -> int | None:
-    """The most bytes that `resident` has ever been; None where the system does not tell."""
+    """Return the maximum of `resident` so far, in bytes; None if the system does not report it."""
     if sys.platform == "win32":
         return windows.most_resident()
-    # Not ru_maxrss where there is another way: on Linux it begins with what the process that started this one held.
+    # ru_maxrss only as a fallback: on Linux it begins with the memory of the process that started this one.
     peak = _status("VmHWM")
     if peak is None:
         import resource
@@ -116,9 +122,9 @@ def _field(file: Path, field: str) -> int | None:
 
 
 def drop_mapped(file: Path) -> None:
-    """Give back the pages of `file` that this process has mapped for reading; they are read again if needed (Linux).
+    """Release the pages of `file` that this process has mapped for reading. They are read again if needed (Linux).
 
-    What a library has packed into memory of its own it need not keep in the file's form, too.
+    A library that has packed the weights into its own memory does not need the file's copy any more.
     """
     if sys.platform != "linux":
         return
@@ -135,7 +141,10 @@ def drop_mapped(file: Path) -> None:
 
 
 def drop_pages(memory: mmap.mmap, but: Iterable[int]) -> None:
-    """Give back the pages of a mapped file that none of these bytes are in; they are read again if needed (Linux)."""
+    """Release the pages of a mapped file except those of the bytes `but`. They are read again if needed (Linux).
+
+    but: offsets of bytes.
+    """
     if sys.platform == "linux":
         kept = sorted({place // mmap.PAGESIZE for place in but})
         for first, last in pairwise((-1, *kept, -(-len(memory) // mmap.PAGESIZE))):

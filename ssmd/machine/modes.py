@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste: pasted lines come with a mark around them
+_PASTES, _NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste: marks stand around pasted lines
 
 
 def draws() -> bool:

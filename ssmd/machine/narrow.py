@@ -1,4 +1,4 @@
-"""Names of files for libraries that open them by bytes, which are UTF-8 everywhere but on Windows."""
+"""File names for libraries that open files by byte strings, which are UTF-8 on every system but Windows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if sys.platform == "win32":
 
 
 def narrow(path: Path) -> str:
-    """A name under which such a library finds a file, or makes it in a folder that is there.
+    """Return a name by which such a library can open a file, or make it in an existing folder.
 
-    Windows reads the bytes in a code page of its own. Beyond ASCII it is asked for the short names (8.3) that it keeps
-    beside long ones, which it does not on every disk. Raises OSError where there is none.
+    Windows decodes the bytes with a code page of its own. So a name beyond ASCII is replaced by its short name (8.3),
+    which Windows does not keep on every disk. Raises OSError if there is none.
     """
     if sys.platform == "win32" and not str(path).isascii():
         for known, rest in ((path, ""), (path.parent, f"\\{path.name}")):
@@ -22,5 +22,5 @@ def narrow(path: Path) -> str:
                 name = windows.short_name(known) + rest
                 if name.isascii():
                     return name
-        raise OSError(f"Windows keeps no short name of {path}; take a folder whose path is of ASCII letters")
+        raise OSError(f"Windows keeps no short name of {path}; use a folder whose path has only ASCII characters")
     return str(path)

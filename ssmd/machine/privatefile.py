@@ -60,7 +60,7 @@ def _read(path: Path, most: int, forbidden: int, what: str) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise PermissionError(f"{path} is no regular file")
+            raise PermissionError(f"{path} is not a regular file")
         if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & forbidden):
             raise PermissionError(f"{path} could be {what} by others")
         return file.read(most)

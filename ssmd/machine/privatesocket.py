@@ -1,4 +1,4 @@
-"""A Unix socket that only its own user reaches: a file of mode 0600, which goes when the socket is closed."""
+"""A Unix socket that only its own user can connect to: a file of mode 0600, removed when the socket is closed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PROBE_S = 1.0
+_PROBE_S = 1.0  # longest wait for a connection that shows if a process listens
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
 
 
 def process_at(one: socket.socket) -> int | None:
-    """The process at the other end of a Unix socket, as it was when it connected; None if the system does not tell."""
+    """Return the id of the process that connected a Unix socket; None if the system does not report it."""
     if sys.platform != "linux" or one.family != socket.AF_UNIX:
         return None
     process, _, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -27,19 +27,21 @@ def process_at(one: socket.socket) -> int | None:
 if sys.platform == "win32":
 
     def listen_privately(path: Path, backlog: int) -> socket.socket:
-        """Raises OSError that says so."""
+        """Raise OSError: Python has no Unix sockets on Windows."""
         raise OSError(errno.ENOSYS, "Python has no Unix sockets on Windows")
 
     def connect(path: Path, timeout_s: float | None) -> socket.socket:
-        """Raises OSError that says so."""
+        """Raise OSError: Python has no Unix sockets on Windows."""
         raise OSError(errno.ENOSYS, "Python has no Unix sockets on Windows")
 
 else:
     import fcntl
 
     def listen_privately(path: Path, backlog: int) -> socket.socket:
-        """Listen at `path`, also where a process that is gone left its socket. Raises OSError that says what is
-        there."""
+        """Listen at `path`. A socket that an ended process left there is replaced.
+
+        Raises OSError that describes any other file there.
+        """
         with _alone_in(path.parent):
             _make_way(path)
             one = PrivateSocket(path)
@@ -57,7 +59,7 @@ else:
         return one
 
     class PrivateSocket(socket.socket):
-        """Takes its file away when it is closed, unless another stands there by then."""
+        """A socket that removes its file when it is closed, unless another file has replaced it."""
 
         def __init__(self, path: Path) -> None:
             super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -99,7 +101,7 @@ else:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(found.st_mode):
-            raise OSError(errno.EEXIST, "what is there is no socket, and is left alone")
+            raise OSError(errno.EEXIST, "the file there is not a socket; move it away, or choose another path")
         if found.st_uid != os.getuid():
             raise OSError(errno.EPERM, "the socket there belongs to another user")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -109,7 +111,7 @@ else:
             except ConnectionRefusedError:
                 path.unlink()
                 return
-            except OSError:  # it is busy, or is of another kind
+            except OSError:  # it is busy, or a socket of another kind
                 pass
         raise OSError(errno.EADDRINUSE, "another process listens there; stop it")
 

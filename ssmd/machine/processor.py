@@ -12,8 +12,8 @@ import threading
 from functools import cache
 from pathlib import Path
 
-MOST_THREADS = 256  # that anyone may ask of a runtime: more is a mistake, and a library would try to start them
-# Of /proc/cpuinfo on ARM, which has no names: who made a core, and which of ARM's own it is (as `lscpu` has them).
+MOST_THREADS = 256  # threads that a setting may request: more is a mistake, and a library would try to start them
+# /proc/cpuinfo on ARM has numbers, not names: a core's maker, and the model of ARM's own cores (names as in `lscpu`).
 _MAKERS = {0x41: "ARM", 0x46: "Fujitsu", 0x48: "HiSilicon", 0x4E: "NVIDIA", 0x51: "Qualcomm", 0x61: "Apple"}
 _ARM, _CORES = (
     0x41,
@@ -43,12 +43,12 @@ _ARM, _CORES = (
         0xD82: "Cortex-X4",
     },
 )
-_WANTED = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm", "sve")  # of vector extensions
-_LIMIT_S = 5.0  # for a command of the system
+_WANTED = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm", "sve")  # vector extensions
+_LIMIT_S = 5.0  # longest run of a system command
 
 
 def cpu_name() -> str:
-    """What tells processors apart on which a graph may round differently: model name and vector extensions."""
+    """Return the processor's model name and vector extensions. Graphs may round differently where these differ."""
     if sys.platform == "darwin" and (name := sysctl("machdep.cpu.brand_string")):
         return name
     name = platform.processor() or platform.machine()
@@ -62,7 +62,7 @@ def cpu_name() -> str:
 
 
 def name_in(cpuinfo: str, machine: str) -> str:
-    """What `cpu_name` says where /proc/cpuinfo reads so; `machine` is what is known without it."""
+    """Return the result of `cpu_name` for this text of /proc/cpuinfo. machine: the name known without it."""
     name, flags = machine, ""
     if found := re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE):
         name = found[1].strip()
@@ -74,7 +74,7 @@ def name_in(cpuinfo: str, machine: str) -> str:
 
 
 def _arm_cores(cpuinfo: str) -> list[str]:
-    """The kinds of cores that an ARM processor has, sorted: "ARM Cortex-A55"; by number where none has a name here."""
+    """Return the kinds of cores of an ARM processor, sorted: "ARM Cortex-A55", or numbers for unknown ones."""
     makers = re.findall(r"^CPU implementer\s*:\s*(0x[0-9a-f]+)$", cpuinfo, re.MULTILINE | re.IGNORECASE)
     parts = re.findall(r"^CPU part\s*:\s*(0x[0-9a-f]+)$", cpuinfo, re.MULTILINE | re.IGNORECASE)
     kinds = {(int(maker, 16), int(part, 16)) for maker, part in zip(makers, parts, strict=False)}
@@ -88,7 +88,7 @@ def _arm_cores(cpuinfo: str) -> list[str]:
 
 @cache
 def sysctl(name: str) -> str:
-    """A value that the kernel of macOS tells, or "" where it tells none."""
+    """Return a value of macOS' kernel; "" if it has none of this name."""
     try:
         done = subprocess.run(
             ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=True, timeout=_LIMIT_S
@@ -99,14 +99,14 @@ def sysctl(name: str) -> str:
 
 
 def cpus() -> set[int]:
-    """The numbers of the hardware threads that this process may use."""
+    """Return the numbers of the hardware threads that this process may use."""
     if sys.platform == "linux":
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def load_average() -> tuple[float, float, float] | None:
-    """How many processes wanted to run, over 1, 5 and 15 minutes; None where the system does not count them."""
+    """Return the load average over 1, 5 and 15 minutes; None if the system does not count it."""
     if sys.platform == "win32":
         return None
     try:
@@ -116,14 +116,14 @@ def load_average() -> tuple[float, float, float] | None:
 
 
 def behind_others(nice: int) -> None:
-    """Let this process run when others do not want to, by so much on the scale of nice; Windows has none."""
+    """Lower this process's priority by `nice`; on Windows do nothing."""
     if sys.platform != "win32":
         with contextlib.suppress(OSError):
             os.nice(nice)
 
 
 def give_way() -> None:
-    """Let this thread run where others leave a processor free, if the system can tell threads apart so."""
+    """Give this thread the lowest priority, if the system has priorities of threads (Linux)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

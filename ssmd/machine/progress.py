@@ -1,5 +1,7 @@
-"""Stages of long work: what is done is announced, and afterwards how long it took and how much memory; on a terminal it
-is shown meanwhile, for how long it has been done, and how much of it where that is known."""
+"""Stages of long work. Each is announced, and afterwards its time and memory are reported.
+
+On a terminal a running stage is shown with its time so far, and with its progress if that is known.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,20 @@ from ssmd.machine import spelling
 from ssmd.machine.memory import most_resident, trim
 
 Progress = Callable[[str], None]
-Stage = Callable[[str], AbstractContextManager[None]]  # announces what is done inside, and then what it took
+Stage = Callable[[str], AbstractContextManager[None]]  # announces a stage, and reports its time and memory at the end
 
-Report = Callable[[str, int, int, str], None]  # what is done, how much, of how much (0: unknown), in which unit
+Report = Callable[[str, int, int, str], None]  # (name of the stage, amount done, total or 0 if unknown, unit)
 
 _reported: ContextVar[Report | None] = ContextVar("reported", default=None)
 _shown: ContextVar[Callable[[int, int], None] | None] = ContextVar("shown", default=None)
-REDRAWN_HZ = 5  # how often: what computes meanwhile is to be disturbed little
+REDRAWN_HZ = 5  # redraws per second: few, so as not to disturb the computation
 
-LOG_TAIL_BYTES = 2000  # of the words of libraries, shown when they fail
+LOG_TAIL_BYTES = 2000  # bytes of a library's output that are shown if it fails
 
 
 @contextmanager
 def staged(progress: Progress, what: str) -> Iterator[None]:
-    """Announces a stage, and when it is done its seconds and the most memory that the process has held so far."""
+    """Announce a stage, and at its end report its seconds and the process's peak memory so far."""
     progress(f"{what} …")
     begin = time.monotonic()
     with shown(what, above=False), hushed():
@@ -41,8 +43,10 @@ def staged(progress: Progress, what: str) -> Iterator[None]:
 
 @contextmanager
 def shown(what: str, *, above: bool = True) -> Iterator[None]:
-    """Shows on stderr, where that is a terminal, what is done inside and for how long; with what `tell` is told, a bar
-    and how many percent. It goes again at the end. `above`: whether what is written to stderr stands above it."""
+    """Show a stage and its time so far on stderr, if that is a terminal. The display is removed at the end.
+
+    Calls of `tell` add a bar and a percentage. above: text that is written to stderr meanwhile appears above it.
+    """
     report = _reported.get()
     if _shown.get() is None and report is not None:
         report(what, 0, 0, "")
@@ -58,7 +62,7 @@ def shown(what: str, *, above: bool = True) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    # A descriptor of its own: that of stderr may be kept back meanwhile.
+    # A duplicate descriptor, as `hushed` may redirect stderr meanwhile.
     with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding=sys.stderr.encoding, errors="replace") as terminal:
         columns = (
             SpinnerColumn(),
@@ -72,7 +76,7 @@ def shown(what: str, *, above: bool = True) -> Iterator[None]:
             console=Console(file=terminal),
             transient=True,
             refresh_per_second=REDRAWN_HZ,
-            redirect_stdout=False,  # it may be no terminal
+            redirect_stdout=False,  # it may not be a terminal
             redirect_stderr=above,
         )
         with bar:
@@ -96,7 +100,7 @@ def shown(what: str, *, above: bool = True) -> Iterator[None]:
 
 @contextmanager
 def reported(to: Report) -> Iterator[None]:
-    """Has what is done inside told to `to`, and not shown on a terminal."""
+    """Report the progress of stages inside to `to`, instead of showing it on a terminal."""
     before = _reported.set(to)
     try:
         yield
@@ -105,13 +109,15 @@ def reported(to: Report) -> Iterator[None]:
 
 
 def report_to() -> Report | None:
-    """What is to be told how much is done, where that is not a terminal."""
+    """Return the function of `reported` that gets the progress; None if there is none."""
     return _reported.get()
 
 
 def tell(done: int, of: int) -> None:
-    """Tell whoever watches how much of what is being done is done, in any unit; `of` 0: that is not known any more. It
-    costs nothing where nobody does."""
+    """Report that `done` of `of` is done, in any unit, to the display or the function of `reported`.
+
+    of: 0 if the total is not known any more. Does nothing if neither is in use.
+    """
     told = _shown.get()
     if told is not None:
         told(done, of)
@@ -119,9 +125,9 @@ def tell(done: int, of: int) -> None:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Keeps back what is written to stdout and stderr, from C++ too; on an error its end goes to stderr after all.
+    """Suppress all output to stdout and stderr, from C++ too. On an error the end of it goes to stderr after all.
 
-    The converters write hundreds of lines about themselves, none of which tells a user what to do.
+    The converters write hundreds of lines about themselves, none of which helps a user.
     """
     with tempfile.TemporaryFile() as log:
         sys.stdout.flush()

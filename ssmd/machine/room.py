@@ -23,9 +23,7 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 class SparingFile(io.FileIO):
-    """A new private file, unbuffered, whose writes and growth raise OSError where they leave less than `spare` bytes
-    free.
-    """
+    """A private, unbuffered file. A write or growth that would leave less than `spare` bytes free raises OSError."""
 
     def __init__(self, file: Path, spare: int) -> None:
         super().__init__(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | PLAIN, 0o600), "w+")
@@ -36,6 +34,6 @@ class SparingFile(io.FileIO):
         return super().write(data)
 
     def truncate(self, size: int | None = None, /) -> int:
-        """Set the file's size. All of it must be free, though nothing takes it yet."""
+        """Set the file's size. The disk must have all of it free, though the file does not fill it yet."""
         check_room(self._folder, (size or 0) + self._spare)
         return super().truncate(size)

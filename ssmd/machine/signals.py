@@ -1,4 +1,4 @@
-"""Signals that come to a process which waits for its connections."""
+"""Signals of a process that waits for connections."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator
 
 
 def on_hangup(do: Callable[[], None]) -> None:
-    """Do that whenever SIGHUP comes; on Windows it never does."""
+    """Call `do` whenever SIGHUP comes; on Windows it never comes."""
     if sys.platform != "win32":
         signal.signal(signal.SIGHUP, lambda *_: do())
 
 
 @contextlib.contextmanager
 def waking(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Meanwhile a signal wakes `loop`, which runs in the main thread, so that what handles it runs at once.
+    """Let a signal wake `loop`, which runs in the main thread, so that the signal's handler runs at once.
 
-    A handler runs between two steps of the main thread. One that waits goes on waiting when the signal came just before
-    that, or to another thread of the process. On Windows the loop sees to this itself.
+    A handler runs between two steps of the main thread. A waiting main thread is not woken by a signal that came just
+    before it began to wait, or to another thread. On Windows the loop does this by itself.
     """
     if sys.platform == "win32":
         yield

@@ -13,7 +13,10 @@ MAX_BYTES = (1 << 63) - 1
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `8GiB`, `500 MB`, `1.5GB` or `1000000`; a kB has 1,000 bytes, a KiB 1,024. Raises ValueError."""
+    """Return the bytes of `8GiB`, `500 MB`, `1.5GB` or `1000000`. Raises ValueError.
+
+    A kB has 1,000 bytes, a KiB 1,024.
+    """
     found = _SIZE.fullmatch(text.strip())
     unit = None if found is None else _UNITS.get(found[2].lower())
     if found is None or unit is None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-LIKENESS = 0.7  # of two names, from 0 to 1 (difflib): `prot` and `port` have 0.75, `port` and `host` 0.5
-_OF_A_MODEL = 0.6
-MOST_CHARS = 64  # of a name that is looked up, and shown: it may be anything
+LIKENESS = 0.7  # least likeness of two names, from 0 to 1 (difflib): `prot` and `port` have 0.75, `port` and `host` 0.5
+_OF_A_MODEL = 0.6  # least likeness of two models' names
+MOST_CHARS = 64  # characters of a name that are compared and shown: it may be any text
 
 
 def nearest(word: str, names: Iterable[str], likeness: float = _OF_A_MODEL) -> str:
-    """The name that a word resembles most, or "" if it resembles none."""
+    """Return the name that a word resembles most; "" if it resembles none."""
     from difflib import get_close_matches
 
     by_plain = {_plain(name): name for name in sorted(names, reverse=True)}
@@ -28,20 +28,22 @@ def by_likeness(word: str, names: Iterable[str]) -> list[str]:
 
 
 def meant(word: str, names: Iterable[str]) -> str:
-    """A question to put into an error's message, with a space behind; or ""."""
+    """Return a question for an error's message, "did you mean NAME? ", or ""."""
     name = nearest(word, names)
     return f"did you mean {name}? " if name else ""
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The question to add to an error, "; did you mean port?", or "" where no name is like this one. `prefix`: what all
-    names begin with, and is left out here: it would make them alike."""
+    """Return a question to add to an error, "; did you mean port?"; "" if no known name is similar.
+
+    prefix: the common beginning of all names. `name` and `known` are given without it, as it would make them similar.
+    """
     found = nearest(name, known, LIKENESS)
     return f"; did you mean {prefix}{found}?" if found else ""
 
 
 def shown(name: str, most: int = MOST_CHARS) -> str:
-    """A stranger's name as it can stand in a line: no longer than people read, with nothing that steers a terminal."""
+    """Return an untrusted name fit for a line: at most `most` characters, with unprintable ones escaped."""
     cut = name if len(name) <= most else name[:most] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in cut)
 

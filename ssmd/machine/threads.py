@@ -7,18 +7,20 @@ from pathlib import Path
 
 from ssmd.machine.processor import cpus, sysctl
 
-MOST_BY_DEFAULT = 8  # beyond that a decode step waits for memory, not for cores
+MOST_BY_DEFAULT = 8  # most threads by default: with more, a decode step waits for memory, not for cores
 _SYSTEM = Path("/sys")
 
 
 def default_threads() -> int:
-    """Physical cores that this process may use, at most MOST_BY_DEFAULT, at least 1."""
+    """Return the number of physical cores that this process may use, from 1 to MOST_BY_DEFAULT."""
     return max(1, min(MOST_BY_DEFAULT, _cores(), _quota()))
 
 
 def _cores() -> int:
-    """Two hardware threads of one core share the unit that does the work: they count once. Of a Mac's cores the fast
-    ones count alone: a step waits for the slowest."""
+    """Return the number of physical cores. Of a Mac's cores only the fast ones count: a step waits for the slowest.
+
+    Two hardware threads of a core count once, as they share its arithmetic unit.
+    """
     if sys.platform == "darwin" and (fast := sysctl("hw.perflevel0.physicalcpu")).isdecimal():
         return int(fast)
     own = cpus()
@@ -33,7 +35,7 @@ def _cores() -> int:
 
 
 def _quota() -> int:
-    """The limit that a container sets on processor time, rounded up to whole cores."""
+    """Return a container's limit on processor time, rounded up to whole cores; MOST_BY_DEFAULT if there is none."""
     try:
         quota, period = (_SYSTEM / "fs/cgroup/cpu.max").read_text().split()
         return MOST_BY_DEFAULT if quota == "max" else -(-int(quota) // int(period))

@@ -1,4 +1,4 @@
-"""Environment variables of ssmd: those that are no settings, and those that nobody reads, which are misspelt."""
+"""Environment variables of ssmd: the known ones, and a check for misspelt ones that ssmd does not read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from ssmd.machine.spelling import did_you_mean, shown
 
 PREFIX = "SSMD_"
-OTHERS = {  # and what they mean, as docs/configuration.md has it
+OTHERS = {  # variables that are not settings, with their meanings for docs/configuration.md
     "SSMD_CONFIG": "where the settings file is",
     "SSMD_CACHE_DIR": "what runtimes keep for a quicker next load; default: the platform's cache folder of ssmd",
     "SSMD_WGPU_WRAPPED": "`1`: wgpu records through wgpu-py, which says at which call something is wrong "
@@ -27,7 +27,7 @@ SETTINGS = tuple(
         *("ACCESS_LOG", "ACCESS_LOG_FORMAT", "SLOW_REQUEST", "CORE_DUMPS"),
     )
 )
-OF_TESTS = frozenset(  # and of benchmarks, which run what reads settings
+OF_TESTS = frozenset(  # variables of tests and benchmarks, which start programs that read settings
     f"{PREFIX}{name}"
     for name in (
         *("CLIENT_PYTHON", "CONTRACT_FAMILIES", "CONTRACT_RUNTIMES", "DATABASES", "EXAMPLES", "FLIPS", "FUZZ"),

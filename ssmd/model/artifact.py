@@ -40,7 +40,7 @@ class FileEntry(BaseModel):
 
 
 class SpecialTokens(BaseModel):
-    """Texts of the special tokens that a chat template may ask for. None where the source defines none."""
+    """Texts of the special tokens that a chat template may use; None for those that the source does not define."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     bos: str | None = None
@@ -52,10 +52,10 @@ class SpecialTokens(BaseModel):
 class Manifest(BaseModel):
     """The contents of artifact.json. `build` hashes all of it but MEASURED, and every file but the golden values.
 
-    quality: what the quantized model was measured to lose (ssmd/build/quality.py); of some builds it is not known.
-    golden: who computed the golden values: the re-authored module in float32, the artifact itself when it was new, or
-    nobody, where it was made on a system that its runtime does not run on.
-    conversion: what a runtime's build did to the graph, where it says so.
+    quality: measured losses by quantization (ssmd/build/quality.py), unknown for some builds.
+    golden: the source of the golden values: the re-authored module in float32, or the artifact itself when it was new.
+    "none" if it was made on a system on which its runtime cannot execute.
+    conversion: changes to the graph by a runtime's build, if it reports them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -117,8 +117,10 @@ class Manifest(BaseModel):
 
 
 def build_hash(fields: dict[str, Any]) -> str:
-    """The build: sha256 of the manifest's canonical JSON without `build` itself and what was only measured: on another
-    processor its last digits may be others."""
+    """Return the build: sha256 of the manifest's canonical JSON without `build` and MEASURED.
+
+    Measured values may differ in the last digits on another processor.
+    """
     whole = {k: v for k, v in fields.items() if k not in ("build", *MEASURED)}
     if isinstance(whole.get("format"), int) and whole["format"] >= 3:
         whole["files"] = {k: v for k, v in whole["files"].items() if k != GOLDEN}
@@ -139,7 +141,7 @@ class Artifact:
     manifest: Manifest
 
     def file(self, name: str) -> Path:
-        """The path of a listed file. Raises ArtifactError if the manifest does not list it."""
+        """Return the path of a listed file. Raises ArtifactError if the manifest does not list it."""
         if name not in self.manifest.files:
             raise ArtifactError(f"artifact {self.path} has no file {name!r}")
         return self.path / name
@@ -166,7 +168,7 @@ class Artifact:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest alone, checked, without reading the files it lists. Raises ArtifactError."""
+    """Read and check only the manifest, not the files that it lists. Raises ArtifactError."""
     file = path / MANIFEST
     if not file.is_file():
         raise ArtifactError(f"{path} is no artifact: it has no {MANIFEST}")
@@ -195,10 +197,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def seal(path: Path, fields: dict[str, Any], known: Mapping[str, FileEntry] | None = None) -> Artifact:
-    """Write artifact.json for the files that lie in `path`. `fields`: all but format, build and files; `known`: entries
-    of files that have not changed since they were made.
+    """Write artifact.json for the files in `path`. Raises ArtifactError if the result would not open.
 
-    Raises ArtifactError if the result would not open.
+    fields: all but format, build and files. known: entries of files that have not changed since the entries were made.
     """
     known = known or {}
     files = {

@@ -1,7 +1,7 @@
-"""Artifacts whose files were hashed and that nobody has written to since: a private list, in the data directory.
+"""Artifacts whose files were hashed and not changed since: a private list in the data directory.
 
-To hash 150 MB takes as long as a third of a load. A file that was written to, moved or copied is another one to the
-system, which alone sets the time of its last change; what a disk lost by itself `ssmd verify` finds.
+Hashing 150 MB takes as long as a third of a load. A file that was written, moved or copied has another change time,
+which only the system sets. `ssmd verify` finds damage by the disk itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ FILE = "checked.txt"
 
 
 class Checked:
-    """Opens artifacts, and does not hash again what it hashed and nobody has written to since."""
+    """An opener of artifacts that hashes a file again only if it was changed since."""
 
     def __init__(self, data_dir: Path | None = None) -> None:
-        """data_dir: where it is remembered; None: nowhere."""
+        """data_dir: the folder of the list; None keeps it only in memory."""
         self._file = None if data_dir is None else data_dir / FILE
         self._seen: set[str] = set()
 
     def open(self, path: Path) -> Artifact:
-        """Open an artifact, whose files are what its manifest says. Raises ArtifactError."""
+        """Open an artifact whose files match its manifest. Raises ArtifactError."""
         manifest = read_manifest(path)
         digest = _digest(path, [path / name for name in sorted(manifest.files)])
         if digest is None:
@@ -42,7 +42,7 @@ class Checked:
 
 
 def _digest(path: Path, files: list[Path]) -> str | None:
-    """Of a manifest and of what is another one when a file was written to; None if a file is missing."""
+    """Return a hash of the manifest and of all metadata that changes with a file; None if a file is missing."""
     found = [str(path.absolute())]
     try:
         manifest = (path / MANIFEST).read_bytes()

@@ -1,8 +1,8 @@
-"""Sampling defaults: the values that a request gets where it says nothing, each with its source.
+"""Sampling defaults: the values of options that a request does not set, each with its source.
 
-A model's own come from the generation_config.json of its source: `ssmd pull` and `ssmd build` write them into the
-artifact's folder, as defaults.json. For what is not said there CATALOGUE has values, by the artifact's name. The
-manifest does not list the file, so defaults are no part of the build.
+A model's own defaults come from its source's generation_config.json: `ssmd pull` and `ssmd build` write them into the
+artifact's folder, as defaults.json. CATALOGUE has values for the other options, by the artifact's name. The manifest
+does not list the file, so defaults are not part of the build.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Option:
         return f"a {'whole ' if self.whole else ''}number{bounds}"
 
     def checked(self, name: str, value: object) -> float:
-        """Return the value. Raises ValueError, which has the name and the value, where it is none of these numbers."""
+        """Return the value. Raises ValueError, with the name and the value, if it is not a number within the bounds."""
         kind = int if self.whole else int | float
         if isinstance(value, kind) and not isinstance(value, bool) and self.low <= value <= self.high:
             return value
@@ -166,7 +166,7 @@ OPTIONS: Mapping[str, Option] = {
         label="Longest answer",
     ),
 }
-# Fields of a generation config, and the options that they are.
+# Fields of a generation config, and the options that they set.
 _GENERATION = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
@@ -175,7 +175,7 @@ _GENERATION = {
 
 @dataclass(frozen=True)
 class Default:
-    """The value of an option, and where it comes from, in words."""
+    """The value of an option, and its source in words."""
 
     value: float | tuple[str, ...]
     source: str
@@ -191,7 +191,7 @@ Defaults = Mapping[str, Default]  # by the option's name
 
 @dataclass(frozen=True)
 class Known:
-    """A model whose defaults ssmd has: its name on the hub, its family and vocabulary, by which it is recognized."""
+    """A model whose defaults ssmd has. It is recognised by its name on the hub, family and vocabulary."""
 
     origin: str
     family: str
@@ -239,7 +239,7 @@ CATALOGUE: Mapping[str, Known] = {
 
 
 def defaults_of(manifest: Manifest, folder: Path) -> dict[str, Default]:
-    """The defaults of the artifact in `folder`: its file's, and for what that does not say the catalogue's."""
+    """Return the defaults of the artifact in `folder`: its file's, and the catalogue's for the other options."""
     name = manifest.name.casefold()
     known = next((k for own, k in CATALOGUE.items() if name in (own, k.origin.rpartition("/")[2].casefold())), None)
     if known is None or (known.family, known.vocabulary) != (manifest.family, manifest.vocabulary):
@@ -248,9 +248,9 @@ def defaults_of(manifest: Manifest, folder: Path) -> dict[str, Default]:
 
 
 def of_generation_config(fields: Mapping[str, Any], whose: str) -> tuple[dict[str, Default], list[str]]:
-    """The defaults in a generation config, and a line for each value that is left out because it cannot be one.
+    """Return the defaults in a generation config, and a line for each value that is invalid and left out.
 
-    `whose`: a model's name. `do_sample: false` is temperature 0, as transformers decodes then.
+    whose: a model's name. `do_sample: false` is temperature 0, as transformers then decodes greedily.
     """
     source = f"{GENERATION_CONFIG} of {shown(whose, 100)}"
     found: dict[str, Default] = {}
@@ -272,7 +272,7 @@ def of_generation_config(fields: Mapping[str, Any], whose: str) -> tuple[dict[st
 
 
 def write(folder: Path, defaults: Defaults) -> None:
-    """Write the file of an artifact's folder, all at once; none where there are no defaults. Raises OSError."""
+    """Write the file of an artifact's folder, whole or not at all. Without defaults write none. Raises OSError."""
     if not defaults:
         return
     new = folder / f".{FILE}-{os.getpid()}"
@@ -282,8 +282,9 @@ def write(folder: Path, defaults: Defaults) -> None:
 
 
 def read(folder: Path) -> dict[str, Default]:
-    """The defaults in the file of an artifact's folder, {} without one. Entries that are wrong are logged and ignored:
-    the model works without them.
+    """Return the defaults in the file of an artifact's folder; {} without one.
+
+    Invalid entries are logged and ignored, as the model works without them.
     """
     file = folder / FILE
     try:
@@ -333,7 +334,7 @@ def full_name(name: str) -> str:
 
 
 def option_of(name: str) -> Option:
-    """Return the option of that name. Raises ValueError with the names that exist."""
+    """Return the option of that name. Raises ValueError, which lists the known ones."""
     if name not in OPTIONS:
         raise ValueError(
             f"there is no option {shown(name)!r}{did_you_mean(name, OPTIONS)}; there are: {', '.join(OPTIONS)}"
@@ -342,7 +343,7 @@ def option_of(name: str) -> Option:
 
 
 def parse(text: str) -> tuple[str, float]:
-    """The name and value of NAME=VALUE, as a setting has it. Raises ValueError."""
+    """Return the name and value of a setting's NAME=VALUE. Raises ValueError."""
     name, equals, written = text.partition("=")
     name = full_name(name.strip())
     if not equals:

@@ -1,4 +1,4 @@
-"""Checkpoints in other formats, told by config.json or by what lies in its place: what they are, and what to take."""
+"""Checkpoints in unsupported formats, recognised by config.json or by other files, with the advice for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTEAD = {
 
 
 def unread(config: Mapping[str, Any]) -> str | None:
-    """Say why no checkpoint with this config.json can be read, and what to take in its place; None if it may be."""
+    """Return the reason why a checkpoint with this config.json is not supported, with advice; None if it may be."""
     for name in QUANTIZED:
         if config.get(name):
             return (
@@ -35,12 +35,12 @@ def unread(config: Mapping[str, Any]) -> str | None:
 
 
 def in_its_place(folder: Path) -> str | None:
-    """Say of a folder without config.json what it is, and what to take in its place; None where nothing tells."""
+    """Return the format of a folder without config.json, with advice; None if it is unknown."""
     return next((why for pattern, why in INSTEAD.items() if any(folder.glob(pattern))), None)
 
 
 def _kind(value: object) -> str:
-    """The method's name and the bits, as far as they are said."""
+    """Return the method's name and the bits, as far as they are given."""
     said: Mapping[str, Any] = value if isinstance(value, dict) else {}
     method = said.get("quant_method") or said.get("quant_algo")
     if method is None and "group_size" in said and "bits" in said:

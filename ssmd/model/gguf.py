@@ -1,4 +1,4 @@
-"""GGUF files (version 3): their fields, and their weights as float32. What ssmd's default model comes in, and no more.
+"""GGUF files (version 3): their fields, and their weights as float32. Only the types of ssmd's default model.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the blocks of Q4_1 and Q8_0: ggml-common.h there.
 """
@@ -25,7 +25,7 @@ _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
 
 
 def is_gguf(file: Path) -> bool:
-    """Whether a file is one by its first bytes, or called one."""
+    """Return True if a file is GGUF by its first bytes or its name."""
     try:
         with file.open("rb") as opened:
             return opened.read(len(MAGIC)) == MAGIC or file.suffix.lower() == ".gguf"
@@ -34,10 +34,10 @@ def is_gguf(file: Path) -> bool:
 
 
 class GGUF:
-    """A file that was read up to its weights. `fields` are its metadata: numbers, texts and lists of them."""
+    """A file that was read up to its weights. fields: its metadata, which are numbers, texts and lists of them."""
 
     def __init__(self, file: Path) -> None:
-        """Read it. Raises ValueError where it is no such file, or says more than it holds; OSError."""
+        """Read the header. Raises OSError, and ValueError if the file is not GGUF 3 or is cut off."""
         with file.open("rb") as opened:
             self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = 0
@@ -63,7 +63,7 @@ class GGUF:
             yield name, _widened(kind, np.frombuffer(self._data, np.uint8, nbytes, at)).reshape(shape)
 
     def _listed(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape (the slowest dimension first), type and offset of a tensor."""
+        """Read the name, shape (the slowest dimension first), type and offset of a tensor."""
         name, dimensions = self._text(), self._number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
@@ -96,7 +96,7 @@ class GGUF:
 
 
 def _widened(kind: int, data: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """The weights that blocks stand for: d * q + m (Q4_1), d * q (Q8_0), or numbers as they are."""
+    """Return the weights of blocks: d * q + m (Q4_1), d * q (Q8_0), or float32 unchanged."""
     if kind == _F32:
         return data.view("<f4").astype(np.float32)
     blocks = data.reshape(-1, _BLOCK_BYTES[kind])  # (blocks, bytes)

@@ -1,8 +1,8 @@
 """Artifacts that were made on this computer: a private list of their manifests' hashes, in the data directory.
 
-A manifest has the hash of every file, so an artifact on the list is the one that was made here, wherever it lies now.
-What cannot be read of the list, or could be written by others, does not count: an artifact that is not known to be made
-here works as well, but a process of its own reads first what may be a stranger's.
+A manifest has the hash of every file, so an artifact on the list is one that was made here, wherever it is now.
+A list that cannot be read, or that others could write, counts as empty. An artifact that is not on it works too, but a
+process of its own loads it first, as it may be untrusted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def note(artifact: Path, data_dir: Path) -> None:
 
 
 def is_made_here(artifact: Path, data_dir: Path) -> bool:
-    """Whether an artifact's folder, whose files were checked, is on the list."""
+    """Return True if an artifact's folder, whose files were checked, is on the list."""
     try:
         return privatelist.has(data_dir / FILE, _digest(artifact))
     except OSError:

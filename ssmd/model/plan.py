@@ -1,8 +1,8 @@
-"""A plan: what a model is made of. Layers, their mixers and MLPs; state and parameters follow from their sizes.
+"""A plan: a model's layers with their mixers and MLPs. State and parameters follow from their sizes.
 
-A family makes it of a config.json; what authors, packs or runs a model executes it. Parameters, (out, in) where they
-are matrices, are embedding, norm, head unless tied, and for each layer i `layer{i}_` +
-    norm1, norm2              (hidden,): of what the mixers read and of what the MLP reads; `norm` where there is one
+A family makes it from a config.json. The code that authors, packs or runs a model executes it. Matrices are (out, in).
+Parameters are embedding, norm, head unless tied, and for each layer i `layer{i}_` +
+    norm1, norm2              (hidden,): norms of the mixers' and the MLP's input; `norm` where there is only one
     in, out, x, dt            projections of a recurrent mixer, with *_bias
     conv, conv_bias           (K, 1, C), (C,)
     A, D, dt_bias             Mamba-1: (N, C), (C,), (C,); Mamba-2: (H,)
@@ -38,7 +38,7 @@ Shape = tuple[int, ...]
 
 
 class PlanError(ValueError):
-    """A plan makes no sense or cannot be read; the message names the field."""
+    """A plan that is invalid or cannot be read; the message names the field."""
 
 
 class _Part(BaseModel):
@@ -46,7 +46,7 @@ class _Part(BaseModel):
 
 
 class Mamba1(_Part):
-    """Mamba's mixer (arXiv:2312.00752). `mixer_eps`: of FalconMamba's norms of dt's input, B and C."""
+    """Mamba's mixer (arXiv:2312.00752). mixer_eps: epsilon of FalconMamba's norms of dt's input, B and C."""
 
     kind: Literal["mamba1"] = "mamba1"
     inner: Size
@@ -81,7 +81,8 @@ class Mamba1(_Part):
 class Mamba2(_Part):
     """Mamba-2's mixer (arXiv:2405.21060, section 7).
 
-    `norm`: of the inner channels, in `groups` parts. dt is clamped to [dt_low, dt_high], where None is no bound.
+    norm: position of the norm of the inner channels, in `groups` parts. dt is clamped to [dt_low, dt_high]; None is no
+    bound.
     """
 
     kind: Literal["mamba2"] = "mamba2"
@@ -165,8 +166,8 @@ class ShortConv(_Part):
 class Attention(_Part):
     """Grouped-query attention (arXiv:2305.13245): each key/value head is read by heads / kv_heads query heads.
 
-    `qk_eps`: of the norms of queries and keys; `rotated`: the first so many values of a head take RoPE. Scores are
-    plain products of q and k: their scale, 1/sqrt(D) in most families, stands in q or in q_norm.
+    qk_eps: epsilon of the norms of queries and keys. rotated: number of first values of a head that take RoPE. Scores
+    are plain products of q and k: their scale, 1/sqrt(D) in most families, is a factor in q or in q_norm.
     """
 
     kind: Literal["attention"] = "attention"
@@ -211,8 +212,10 @@ class Attention(_Part):
 
 
 class Mlp(_Part):
-    """An MLP. `activation`: "swiglu" (arXiv:2002.05202) is down(silu(gate) * up), "relu2" (arXiv:2109.08668), which has
-    no gate, is down(relu(up)^2)."""
+    """An MLP. activation: "swiglu" (arXiv:2002.05202) is down(silu(gate) * up).
+
+    "relu2" (arXiv:2109.08668), which has no gate, is down(relu(up)^2).
+    """
 
     intermediate: Size
     bias: bool
@@ -237,7 +240,7 @@ Mixer = Annotated[Mamba1 | Mamba2 | ShortConv | Attention, Field(discriminator="
 
 
 class Layer(_Part):
-    """Mixers side by side read the same normed input; an MLP follows them, or is a layer alone."""
+    """A layer. Its mixers read the same normed input side by side. An MLP follows them, or is a layer alone."""
 
     mixers: Annotated[tuple[Mixer, ...], Field(max_length=2)]
     mlp: Mlp | None
@@ -255,8 +258,10 @@ class Layer(_Part):
 
 
 class Plan(_Part):
-    """A whole model. `embedding_scale` is a factor on the embedding's rows; `rope` makes the tables where a layer
-    rotates its keys, and is None where they stand in a file instead."""
+    """A whole model. embedding_scale: factor on the embedding's rows.
+
+    rope: makes the tables if a layer rotates its keys; None if they are in a file instead.
+    """
 
     format: Literal[1] = 1
     hidden: Size
@@ -281,17 +286,17 @@ class Plan(_Part):
 
     @property
     def rotated(self) -> int:
-        """Values of a head that RoPE turns; 0 where no layer has it."""
+        """The number of values of a head that RoPE rotates; 0 if no layer has it."""
         return max((m.rotated for m in self.mixers if isinstance(m, Attention)), default=0)
 
     def spec(self, dtype: str) -> StateSpec:
-        """Make the spec of the model's state, with keys and values of `dtype`."""
+        """Return the spec of the model's state, with keys and values of `dtype`."""
         return StateSpec(
             tuple(t for i, layer in enumerate(self.layers) for m in layer.mixers for t in m.state(i, dtype))
         )
 
     def parameters(self) -> dict[str, Shape]:
-        """Name every parameter with its shape, in the order of the layers."""
+        """Return every parameter's shape by name, in the order of the layers."""
         made: dict[str, Shape] = {"embedding": (self.vocabulary, self.hidden), "norm": (self.hidden,)}
         if not self.tied:
             made["head"] = (self.vocabulary, self.hidden)
@@ -307,7 +312,7 @@ class Plan(_Part):
 
     @classmethod
     def open(cls, file: Path) -> Self:
-        """Read a plan from a JSON file. Raises PlanError with the field that is wrong."""
+        """Read a plan from a JSON file. Raises PlanError, which names the invalid field."""
         if file.stat().st_size > MAX_BYTES:
             raise PlanError(f"{file} is larger than {MAX_BYTES} bytes")
         try:
@@ -317,7 +322,7 @@ class Plan(_Part):
 
 
 def first_problem(err: ValidationError) -> str:
-    """Say in one line which field is wrong, and how."""
+    """Return a line that names the first invalid field and its error."""
     first = err.errors()[0]
     where = ".".join(str(p) for p in first["loc"])
     what = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]

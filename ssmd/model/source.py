@@ -1,7 +1,7 @@
 """A source checkpoint: a Hugging Face folder of config.json, safetensors and a tokenizer, read without torch.
 
-Everything in such a folder comes from elsewhere and is checked before it is used. Tensors are mapped, not read: an
-array is made only when it is asked for.
+Everything in such a folder is untrusted and checked before it is used. Tensors are mapped, not read: an array is made
+only when `tensor` is called.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MAX_JSON_BYTES = 64 << 20
 READ_BYTES = 1 << 20
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
-# What says nothing about the model's function: who saved it, in which dtype it was trained, how it is run by default.
+# Fields that do not affect the model's function: the program that saved it, its training's dtype, defaults for runs.
 VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "torch_dtype", "dtype", "use_cache")
 SPECIAL = ("bos", "eos", "pad", "unk")
 
 
 class SourceError(ValueError):
-    """A source checkpoint is missing, damaged or of a kind that ssmd does not read; the message says which file."""
+    """A source checkpoint that is missing, damaged or of an unsupported kind; the message names the file."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a safetensors file; `begin` and `end` are offsets in the file, in bytes."""
+    """One tensor of a safetensors file. begin, end: offsets in the file, in bytes."""
 
     file: Path
     dtype: str
@@ -52,7 +52,7 @@ class Tensor:
 
 
 class Tensors(Protocol):
-    """What weights are taken from: a Source, or one that makes them up (random_source.py). `path` is for messages."""
+    """A source of weights: a Source, or one that generates them (random_source.py). path: for messages."""
 
     @property
     def path(self) -> Path: ...
@@ -65,7 +65,7 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """An opened source checkpoint. `special_tokens` maps bos, eos, pad, unk to texts, where they are defined."""
+    """An opened source checkpoint. special_tokens: the texts of bos, eos, pad, unk, if they are defined."""
 
     path: Path
     config: Mapping[str, Any]
@@ -102,10 +102,10 @@ class Source:
         )
 
     def tensor(self, name: str, shape: tuple[int, ...], first: int = 0, last: int | None = None) -> NDArray[np.float32]:
-        """Tensor `name`, or its rows `first` to `last`, as float32, bf16 widened exactly; it may be a read-only view of
-        the file.
+        """Return tensor `name`, or its rows `first` to `last`, as float32; bf16 is widened exactly.
 
-        Raises SourceError if there is none, or if its shape is not the one that the config promises.
+        The array may be a read-only view of the file. Raises SourceError if the tensor is missing, if its shape is not
+        the one that the config implies, or if a value is not finite.
         """
         entry = self.entry(name, shape)
         dtype = DTYPES[entry.dtype]
@@ -126,7 +126,7 @@ class Source:
         return array
 
     def entry(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Where tensor `name` of that shape lies. Raises SourceError, as `tensor` does before it reads a value."""
+        """Return the place of tensor `name` of that shape. Raises SourceError, as `tensor` before it reads a value."""
         entry = self.tensors.get(name)
         if entry is None:
             raise SourceError(f"{self.path}: there is no tensor {name!r}, which config.json calls for")
@@ -141,10 +141,10 @@ class Source:
 
     @cached_property
     def lineage(self) -> str:
-        """Hash what the model computes, by sha256: the config without VOLATILE fields, and every tensor.
+        """Return the sha256 of the model's function: the config without VOLATILE fields, and every tensor.
 
-        Of each tensor its name, dtype, shape and bytes count, not the file that it lies in; neither the tokenizer nor
-        the chat template counts. Reads all weights once.
+        A tensor's name, dtype, shape and bytes count, but not its file. The tokenizer and the chat template do not
+        count. Reads all weights once.
         """
         stable = {k: v for k, v in self.config.items() if k not in VOLATILE}
         whole = hashlib.sha256(json.dumps(stable, sort_keys=True, separators=(",", ":")).encode())
@@ -165,7 +165,7 @@ def _read(file: Path) -> bytes:
 
 
 def read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
-    """The object in a JSON file of a source checkpoint, {} where an optional one is absent. Raises SourceError."""
+    """Return the object in a JSON file of a checkpoint; {} if an optional one is absent. Raises SourceError."""
     if optional and not file.exists():
         return {}
     if not file.is_file():
@@ -189,7 +189,7 @@ def _tokenizer(path: Path) -> bytes:
 
 
 def _token_ids(tokenizer_json: bytes) -> dict[str, int]:
-    """Texts and ids of the added tokens, and of the vocabulary where it is a plain map."""
+    """Return the ids of the added tokens by text, and those of the vocabulary if it is a plain map."""
     try:
         whole = json.loads(tokenizer_json)
         vocabulary = whole["model"].get("vocab", {})
@@ -219,7 +219,7 @@ def _stop_tokens(path: Path, value: object) -> list[int]:
 
 
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else the one in tokenizer_config.json: a text, or named ones of which `default` counts."""
+    """Return chat_template.jinja, else the template in tokenizer_config.json: a text, or `default` of named ones."""
     file = path / "chat_template.jinja"
     try:
         template: Any = _read(file).decode() if file.is_file() else settings.get("chat_template")
@@ -257,7 +257,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> the shard that holds it, a plain file name. Raises SourceError."""
+    """Return each tensor's shard, a plain file name. Raises SourceError."""
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict):
         raise SourceError(f"{index} has no weight_map")
@@ -268,7 +268,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def _sha256(entry: Tensor) -> str:
-    """sha256 of a tensor's bytes, read a few at a time: mapped pages count as memory of this process."""
+    """Return the sha256 of a tensor's bytes, read in parts: mapped pages would count as memory of this process."""
     digest, left = hashlib.sha256(), entry.end - entry.begin
     try:
         with entry.file.open("rb") as f:
@@ -290,7 +290,10 @@ def _map(file: Path) -> mmap.mmap:
 
 
 def safetensors_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Every entry must lie in the file, side by side, and have its shape's size."""
+    """Return the tensors of a safetensors file. Raises SourceError.
+
+    All entries must lie in the file, side by side, and have their shape's size.
+    """
     data = _map(file)
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8):

@@ -1,4 +1,4 @@
-"""What a model remembers after `position` tokens: its tensors, their specification, and when two states are alike.
+"""The state of a model after `position` tokens: its tensors, their specification, and the rules to compare two.
 
 Canonical form (docs/state-layout.md): little-endian, per layer, no batch axis.
 
@@ -29,12 +29,12 @@ LAYOUT_VERSION = 1
 
 
 class StateError(ValueError):
-    """A state does not fit a program, or a specification does not make sense."""
+    """A state that does not fit a program, or an invalid specification."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One state tensor. `shape` is canonical; for key and value the token axis is left out: (kv_heads, head_dim)."""
+    """One state tensor. shape: canonical, without the token axis of key and value: (kv_heads, head_dim)."""
 
     name: str
     kind: Kind
@@ -57,8 +57,10 @@ class TensorSpec:
 
     @property
     def channels_first(self) -> bool:
-        """True for conv [C, K-1] and Mamba-1's ssm [D, N]. Graphs hold these the other way round, channels last, so
-        that what they do to every channel runs along memory."""
+        """True for conv [C, K-1] and Mamba-1's ssm [D, N].
+
+        Graphs hold these transposed, channels last, so that operations over all channels run along memory.
+        """
         return self.recurrent and len(self.shape) == 2
 
     @property
@@ -66,7 +68,7 @@ class TensorSpec:
         return DTYPES[self.dtype]
 
     def shape_at(self, rows: int) -> tuple[int, ...]:
-        """The canonical shape when `rows` tokens of KV are present. Recurrent tensors do not depend on it."""
+        """Return the canonical shape with `rows` tokens of KV. Recurrent tensors do not depend on them."""
         return self.shape if self.recurrent else (self.shape[0], rows, self.shape[1])
 
     def nbytes_at(self, rows: int) -> int:
@@ -97,9 +99,10 @@ class StateSpec:
 
     @cached_property
     def row_columns(self) -> dict[str, slice]:
-        """Where each row tensor stands when all rows of one token lie one after the other.
+        """The place of each row tensor when all rows of one token lie one after the other.
 
-        First all key tensors of one shape, in layer order, then the next kind or shape; each [kv_heads, head_dim].
+        All key tensors of one shape come first, in layer order, then the next kind or shape. Each is
+        [kv_heads, head_dim].
         """
         groups: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
         for t in self.rows:
@@ -113,15 +116,15 @@ class StateSpec:
 
     @cached_property
     def row_values(self) -> int:
-        """Number of values in one token's rows, all layers together."""
+        """The number of values in one token's rows, all layers together."""
         return sum(t.shape[0] * t.shape[1] for t in self.rows)
 
     def nbytes_at(self, position: int, since: int = 0) -> int:
-        """Bytes of a canonical state at `position` that carries KV rows from `since` on."""
+        """Return the bytes of a canonical state at `position` with KV rows from `since` on."""
         return sum(t.nbytes_at(position - since) for t in self.tensors)
 
     def digest(self) -> str:
-        """Guards a restore: names, kinds and shapes; neither dtype nor context. Hex, 32 characters."""
+        """A hash of names, kinds, layers and shapes, not of dtypes or context, that restores compare: 32 hex digits."""
         layout = [[t.name, t.kind, t.layer, list(t.shape)] for t in self.tensors]
         text = json.dumps([LAYOUT_VERSION, layout], separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -134,7 +137,7 @@ class StateSpec:
 
     @staticmethod
     def from_json(entries: list[dict[str, Any]]) -> StateSpec:
-        """Read a spec from JSON. Raises StateError on anything that `to_json` would not have written."""
+        """Read a spec from JSON. Raises StateError if `to_json` cannot have written it."""
         try:
             return StateSpec(
                 tuple(
@@ -157,7 +160,7 @@ class State:
     """A canonical copy of a program's state after `position` tokens.
 
     KV tensors hold the rows [since, position); recurrent tensors are whole. Arrays may be views that are not
-    contiguous, and are never written to after the State was made.
+    contiguous. They are never written after the State was made.
     """
 
     position: int
@@ -186,7 +189,7 @@ class State:
 class Part:
     """A part of a state that is being read: KV rows [first, last) of all row tensors, or some whole recurrent tensors.
 
-    Arrays are shaped as in a State, finite, of float16 or float32, and never written to.
+    Arrays have the shapes of a State. They are finite, float16 or float32, and never written.
     """
 
     first: int
@@ -194,8 +197,9 @@ class Part:
     tensors: Mapping[str, NDArray[Any]]
 
     def check(self, spec: StateSpec) -> None:
-        """Check that the tensors are of `spec`, in shapes and dtypes that fit; not that they are finite. Raises
-        StateError.
+        """Check that the tensors belong to `spec`, with its shapes and dtypes. Raises StateError.
+
+        It does not check that they are finite.
         """
         known = {t.name: t for t in spec.tensors}
         rows = {t.name for t in spec.rows}
@@ -210,19 +214,22 @@ class Part:
 
 
 def of_lane(name: str, lane: int) -> str:
-    """Name what one lane has for itself in a graph that takes a decode step of several streams."""
+    """Return the name of one lane's own tensor in a graph for a decode step of several streams."""
     return f"{name}_lane{lane}"
 
 
 def narrowed(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Float32 rows in float16 if that is `dtype`, never rounded to infinity; others as they are."""
+    """Return float32 rows as float16 if that is `dtype`, never rounded to infinity; others unchanged."""
     if dtype == DTYPES["float16"] != rows.dtype:
         return rows.clip(-FLOAT16_MAX, FLOAT16_MAX).astype(dtype)
     return rows
 
 
 def _finite(array: NDArray[Any]) -> bool:
-    """Whether no value is infinite or not a number. In float16 those have all exponent bits set: 4 times as fast."""
+    """Return True if no value is infinite or NaN.
+
+    In float16 such values have all exponent bits set; this check is 4 times as fast.
+    """
     if array.dtype == DTYPES["float16"]:
         return not array.size or int((array.view(np.uint16) & 0x7FFF).max()) < 0x7C00
     return bool(np.isfinite(array).all())

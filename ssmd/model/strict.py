@@ -1,4 +1,4 @@
-"""JSON from outside, strictly read, such that refusing it costs no more than reading it."""
+"""Untrusted JSON, read strictly. Refusing it costs no more than reading it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _PART_BYTES = 256 << 10
 
 
 class Strict(BaseModel):
-    """An object of known fields, of the types they are said to have: "1" is no number."""
+    """A JSON object of known fields with exactly their declared types: "1" is not a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _few_unknown(cls, value: Any) -> Any:
-        """One unknown name of very many is told, by an error of the whole."""
+        """Report only one unknown name, in an error of the whole object, if there are very many."""
         if isinstance(value, dict) and len(value) > len(cls.model_fields) + _MANY:
             stranger = next(name for name in value if name not in cls.model_fields)
             raise PydanticCustomError("extra_forbidden", "Extra inputs are not permitted", {"name": (stranger,)})
@@ -29,10 +29,10 @@ class Strict(BaseModel):
 
 
 def too_many(raw: bytes, limit: int, signs: bytes = b"[{", go_on: Callable[[], None] = lambda: None) -> bool:
-    """Whether JSON has more than so many of these signs outside of its texts, before anything is made of it: an object
-    takes up to 100 bytes, and while all of them are made nothing else is.
+    """Return True if JSON has more than `limit` of these signs outside of its texts.
 
-    It costs the same for each byte, whatever the bytes are. go_on: is called now and then, and may raise.
+    This is checked before parsing: each object takes up to 100 bytes, and parsing blocks all other threads. The cost
+    per byte does not depend on the bytes. go_on: called for each part; it may raise.
     """
     if sum(map(raw.count, signs)) <= limit:  # some of them may be text
         return False

@@ -1,5 +1,4 @@
-"""Stripped graphs at work: those that come with ssmd, whether one still computes what it did where it was made, and
-the artifact that it gives with a source's weights."""
+"""Stripped graphs in use: the shipped ones, their verification here, and their artifacts with a source's weights."""
 
 from __future__ import annotations
 
@@ -29,38 +28,38 @@ from ssmd.runtime.verify import GOLDEN_POSITIONS, GOLDEN_TOKENS, StepError, comp
 SEED = 1
 SUFFIX = ".graph"
 SHIPPED = Path(__file__).parent / "graphs"
-RUNTIMES = ("litert", "openvino")  # of the processor, the faster one first (docs/notes/benchmarks.md)
+RUNTIMES = ("litert", "openvino")  # runtimes on the processor, the faster one first (docs/notes/benchmarks.md)
 CLASSES = {  # `--runtime`
     "litert": ("litert", "cpu"),
     "openvino": ("openvino", "cpu"),
     "npu": ("openvino", "npu"),
     "coreml": ("coreml", "gpu"),
 }
-ELSEWHERE = ("coreml",)  # of these: what is made of them anywhere and runs on some systems alone
-_LOGITS = 128  # of a golden position
-_FLOOR = 1e-4  # of what a runtime may differ, in standard deviations
-_MOST = 1.5  # times as much as where the graph was made: another processor rounds otherwise
+ELSEWHERE = ("coreml",)  # classes whose artifacts can be made anywhere but run only on some systems
+_LOGITS = 128  # logits of a golden position
+_FLOOR = 1e-4  # least tolerance of a runtime's error, in standard deviations
+_MOST = 1.5  # tolerance, in errors measured where the graph was made: another processor rounds differently
 
 
 class GraphError(ValueError):
-    """A graph that does not exist was asked for; the message names those that there are."""
+    """A request for a graph that does not exist; the message names the existing ones."""
 
 
 def seeded_tokens(vocabulary: int) -> list[int]:
-    """The ids that golden values are computed from: all over the vocabulary."""
+    """Return the ids that golden values are computed from, spread over the vocabulary."""
     return [(i * 2654435761 + 12345) % 2**32 % vocabulary for i in range(GOLDEN_TOKENS)]
 
 
 def seeded_ids(vocabulary: int, count: int = _LOGITS) -> NDArray[np.int64]:
-    """The ids whose logits golden values hold."""
+    """Return the ids whose logits golden values hold."""
     return np.arange(count, dtype=np.int64) * vocabulary // count
 
 
 def verified(graph: StrippedGraph, folder: Path) -> list[tuple[StepError, float]]:
-    """What the graph's runtime computes here with the seeded weights, against the golden values: at each position the
-    errors, and the most that `rms_relative` may be. `folder` is new, takes the model's files, and is left.
+    """Compare the graph's runtime here, with the seeded weights, to the golden values.
 
-    Raises RefitError, ProgramError or RuntimeUnavailable.
+    Returns the errors at each position, with the limit of `rms_relative`. folder: a new folder for the model's files,
+    which is not removed. Raises RefitError, ProgramError or RuntimeUnavailable.
     """
     header, golden = graph.header, graph.header.golden
     folder.mkdir()
@@ -70,7 +69,7 @@ def verified(graph: StrippedGraph, folder: Path) -> list[tuple[StepError, float]
     (folder / GOLDEN).write_bytes(b"")
     artifact = seal(folder, _fields(header, source.config, "verified", "0" * 64, header.tiers))
     with _cache_in(folder):
-        program = get_runtime(header.runtime).load(artifact, device="cpu")  # an NPU's graphs too: any machine has one
+        program = get_runtime(header.runtime).load(artifact, device="cpu")  # also an NPU's graph: every machine has one
         try:
             ids = seeded_ids(artifact.manifest.vocabulary, len(golden.logits[0]))
             calls = replay(program, golden.tokens, golden.positions)
@@ -92,12 +91,11 @@ def install(
     context: int | None = None,
     progress: Progress = lambda line: None,
 ) -> Artifact:
-    """The artifact of a source, in the folder `out`, which is replaced if it exists: the same build that `ssmd build`
-    makes. It appears whole or not at all. `context`: the most tokens that a conversation has, fewer than there can be.
+    """Make the artifact of a source in the folder `out`, the same build as by `ssmd build`.
 
-    Its golden values are what it computes itself when it is new; it has none where its runtime executes on other
-    systems alone. Raises RefitError, SourceError, ProgramError or
-    RuntimeUnavailable.
+    It appears whole or not at all, and replaces an existing one. context: most tokens of a conversation, if fewer than
+    possible. Its golden values are its own logits when it is new; it has none if its runtime does not run on this
+    system. Raises RefitError, SourceError, ProgramError or RuntimeUnavailable.
     """
     header = graph.header
     fits(header, source)
@@ -127,15 +125,15 @@ def install(
 
 
 def _computed(artifact: Artifact, source: Source, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """The logits of a new artifact at the golden positions. Raises RefitError where they are no numbers."""
-    program = get_runtime(artifact.manifest.runtime).load(artifact, device="cpu")  # an NPU need not be here
+    """Return a new artifact's logits at the golden positions. Raises RefitError if they are not finite."""
+    program = get_runtime(artifact.manifest.runtime).load(artifact, device="cpu")  # this machine may have no NPU
     try:
         logits = np.stack([row for _, row in replay(program, tokens, GOLDEN_POSITIONS)])
         prepare(program)  # now, not beside the first conversations
     finally:
         program.close()
     if not np.isfinite(logits).all():
-        raise RefitError(f"{source.path}: the model computes no numbers with these weights; they are damaged")
+        raise RefitError(f"{source.path}: the model's logits are not finite with these weights; they are damaged")
     return logits
 
 
@@ -169,7 +167,7 @@ def _fields(
 
 @contextmanager
 def _cache_in(folder: Path) -> Iterator[None]:
-    """What a runtime keeps of a model for the next start goes with the model."""
+    """Set the cache folder inside `folder` meanwhile, so that a runtime's cache of the model is removed with it."""
     before = os.environ.get("SSMD_CACHE_DIR")
     os.environ["SSMD_CACHE_DIR"] = str(folder / "cache")
     try:
@@ -182,13 +180,16 @@ def _cache_in(folder: Path) -> Iterator[None]:
 
 
 def shipped(runtime: str | None = None) -> Iterator[StrippedGraph]:
-    """The graphs that come with ssmd, by name; of one runtime, or "npu". Raises StrippedError."""
+    """Yield the shipped graphs in order of their names. runtime: only those of a runtime, or "npu".
+
+    Raises StrippedError.
+    """
     for file in _files(runtime):
         yield StrippedGraph.open(file)
 
 
 def names(runtime: str | None = None) -> list[str]:
-    """The names of the models that ssmd has graphs of; for one runtime, or "npu"."""
+    """Return the names of the models with shipped graphs. runtime: only those for a runtime, or "npu"."""
     return sorted({file.name.partition("@")[0] for file in _files(runtime)})
 
 
@@ -198,20 +199,20 @@ def _files(runtime: str | None) -> list[Path]:
 
 
 def origin_of(name: str) -> str:
-    """What a model is called on the hub of which ssmd has a graph. Raises GraphError with those that there are."""
+    """Return the hub's name of a model with a shipped graph. Raises GraphError, which lists these models."""
     if name not in names():
         raise GraphError(
-            f"{name!r} is no model's name; {meant(name, names())}expected owner/name, such as "
+            f"{name!r} is not a model's name; {meant(name, names())}expected owner/name, such as "
             f"ibm-granite/granite-4.0-h-350m, or one that ssmd has a graph of: {', '.join(names())}"
         )
     return StrippedGraph.open(next(SHIPPED.glob(f"{name}@*{SUFFIX}"))).header.origin
 
 
 def choose(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[StrippedGraph | None, str]:
-    """The graph that a config fits, of the first of `runtimes` that can be used here, or whose artifacts are made
-    anywhere; or None and why there is none.
+    """Choose the graph that a config fits, of the first possible runtime of `runtimes`.
 
-    Raises FamilyError where the config is of no family.
+    Possible are runtimes that can be used here, and those whose artifacts can be made anywhere. Returns (graph, ""), or
+    (None, the reason). Raises FamilyError if the config's family is not supported.
     """
     why, lacking, nearest = [], [], ""
     least = None
@@ -233,7 +234,7 @@ def choose(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[Stripped
 
 
 def unusable(runtime: str, device: str = "cpu") -> str:
-    """Why a runtime, or "npu", cannot run on a device of this machine, or "". Imports it."""
+    """Return the reason why a runtime, or "npu", cannot run on a device of this machine, or "". Imports it."""
     runtime, _ = CLASSES.get(runtime, (runtime, ""))
     try:
         devices = get_runtime(runtime).devices()
@@ -243,7 +244,7 @@ def unusable(runtime: str, device: str = "cpu") -> str:
 
 
 def uninstalled(runtime: str) -> str:
-    """What to install for a runtime, or ""; whether it can run on this system is not asked. Imports it."""
+    """Return what to install for a runtime, or "". Imports it, but does not check that it can run on this system."""
     try:
         get_runtime(runtime)
     except RuntimeUnavailable as err:
@@ -252,5 +253,5 @@ def uninstalled(runtime: str) -> str:
 
 
 def file_name(name: str, runtime: str, device_class: str, quantization: str) -> str:
-    """The name of a graph's file among those that come with ssmd."""
+    """Return the file name of a shipped graph."""
     return f"{name}@{runtime}-{device_class}-{quantization}{SUFFIX}"

@@ -1,6 +1,6 @@
-"""How a parameter stands in a runtime's file: byte for byte what its converter writes, from numpy alone.
+"""The encodings of parameters in runtimes' files: the same bytes as the converters', made with numpy alone.
 
-Every scale is of one row (an output channel), so that rows can be encoded a few at a time.
+Every scale belongs to one row (an output channel), so that rows can be encoded a few at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EncodingError(ValueError):
 
 @dataclass(frozen=True)
 class Encoding:
-    """A way to write rows. `form` makes all parts at once (values and scales), of which this is number `part`."""
+    """An encoding of rows. form: makes all parts at once (values and scales). part: the number of this part."""
 
     form: Callable[[Array], tuple[Encoded, ...]]
     part: int = 0
@@ -41,8 +41,10 @@ def _f16(rows: Array) -> tuple[Encoded, ...]:
 
 
 def _nncf_int8(rows: Array) -> tuple[Encoded, ...]:
-    """nncf 3.4, INT8_SYM: int8 (n, k) in -128..127 and float16 scales (n, 1), negative where the largest value is
-    positive, so that it takes all 256 steps."""
+    """Encode as nncf 3.4, INT8_SYM: int8 (n, k) in -128..127 and float16 scales (n, 1).
+
+    A scale is negative if the largest value is positive, so that all 256 steps are used.
+    """
     low, high = np.abs(rows.min(-1, keepdims=True)), rows.max(-1, keepdims=True)
     scale = np.where(low >= high, low, -high) / np.float32(128)
     scale = np.where(np.abs(scale) < _TINY, _TINY, scale)
@@ -50,16 +52,20 @@ def _nncf_int8(rows: Array) -> tuple[Encoded, ...]:
 
 
 def _litert_int8(rows: Array) -> tuple[Encoded, ...]:
-    """ai-edge-quantizer 0.10, min_max_uniform_quantize, symmetric by channel: int8 (n, k) in -127..127 and float32
-    scales (n, 1)."""
+    """Encode as ai-edge-quantizer 0.10, min_max_uniform_quantize, symmetric by channel.
+
+    Returns int8 (n, k) in -127..127 and float32 scales (n, 1).
+    """
     bound = np.maximum(np.abs(rows).max(-1, keepdims=True), _SMALLEST)
     scale = bound / np.float32(127)
     return np.clip(np.rint(rows / scale), -127, 127).astype(np.int8), scale.astype("<f4")
 
 
 def _coreml_int8(rows: Array) -> tuple[Encoded, ...]:
-    """coremltools 9.0, linear_symmetric by channel, of weights that are float16 already and in its arithmetic: int8
-    (n, k) in -127..127 and float16 scales (n, 1)."""
+    """Encode as coremltools 9.0, linear_symmetric by channel, from float16 weights in float16 arithmetic.
+
+    Returns int8 (n, k) in -127..127 and float16 scales (n, 1).
+    """
     half = _half(rows)
     bound = np.abs(half).max(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # rows that are nothing in float16
@@ -90,7 +96,7 @@ ENCODINGS: Mapping[str, Encoding] = {
 
 
 def decoded(array: Array, encodings: Iterable[str]) -> Array:
-    """What a runtime takes a parameter for that stands in its file in these encodings."""
+    """Return a parameter as a runtime reads it from its file in these encodings."""
     for name in encodings:
         encoding = ENCODINGS[name]
         if encoding.matrices:

@@ -1,7 +1,7 @@
-"""Stripped graphs: the files of an artifact without their weights, and where those go (docs/stripped-graph.md).
+"""Stripped graphs: an artifact's files without the weights, and the weights' places (docs/stripped-graph.md).
 
-A graph fits one config exactly. Who has a checkpoint of that config gets the artifact's files from it without PyTorch
-and without a converter (ssmd/refit/refit.py).
+A graph fits one config exactly. With a checkpoint of that config it gives the artifact's files, without PyTorch and
+without a converter (ssmd/refit/refit.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ssmd.model.artifact import NAME_PATTERN, PositiveInt
 from ssmd.refit.encodings import ENCODINGS
 
 VERSION = 1
-MAX_FILE_BYTES = 16 << 20  # compressed
-MAX_BYTES = 256 << 20  # header and literal bytes
-LEVEL = 19  # of zstd
+MAX_FILE_BYTES = 16 << 20  # size of a compressed graph
+MAX_BYTES = 256 << 20  # size of header and literal bytes
+LEVEL = 19  # compression level of zstd
 _FIRST = re.compile(rb"ssmd stripped graph (\d{1,9})\n")
 _DIGEST_BYTES = 32
 _LENGTH_BYTES = 8
@@ -31,11 +31,11 @@ Count = Annotated[int, Field(ge=0, strict=True)]
 
 
 class StrippedError(ValueError):
-    """A stripped graph is damaged or of a newer format; the message says what to do."""
+    """A stripped graph that is damaged or of a newer format; the message says what to do."""
 
 
 class Hole(BaseModel):
-    """Where rows `first` to `first + rows` of a parameter stand, encoded: `length` bytes at `offset` of the file."""
+    """The place of rows `first` to `first + rows` of a parameter, encoded: `length` bytes at `offset` of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     offset: Count
@@ -47,8 +47,7 @@ class Hole(BaseModel):
 
 
 class StrippedFile(BaseModel):
-    """A file of `size` bytes, `name` with the folders that it lies in; `holes` ascend, and what lies between them is
-    literal."""
+    """A file of `size` bytes. name: with its folders. holes: in ascending order; the bytes between them are literal."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}(/{NAME_PATTERN})*$", max_length=255)]
@@ -70,7 +69,7 @@ class StrippedFile(BaseModel):
 
     @property
     def encodings(self) -> dict[str, set[str]]:
-        """The encodings in which each parameter stands here."""
+        """Return the encodings of each parameter in this file."""
         found: dict[str, set[str]] = {}
         for hole in self.holes:
             found.setdefault(hole.parameter, set()).add(hole.encoding)
@@ -82,10 +81,12 @@ class StrippedFile(BaseModel):
 
 
 class Golden(BaseModel):
-    """What the model computes with the weights of SeededSource(config, seed): at each of `positions`, after feeding
-    tokens[: position + 1], some of the logits, spread over the vocabulary. They are those of the re-authored module in
-    float32, of the weights as they are encoded. `rms`: by how much the runtime differed at each where the graph was
-    made, in standard deviations of the logits."""
+    """The model's logits with the weights of SeededSource(config, seed), by the re-authored module in float32.
+
+    At each of `positions`, after feeding tokens[: position + 1], they are some of the logits, spread over the
+    vocabulary, with the weights as encoded. rms: the runtime's error at each position where the graph was made, in
+    standard deviations of the logits.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     seed: Count
@@ -104,9 +105,10 @@ class Golden(BaseModel):
 
 
 class Header(BaseModel):
-    """What a graph is of and made by. `config`: of the source, without what says nothing about its function;
-    `provenance` says where it is from, and `origin` whose it is: a model's name on a hub, or "". `recipe`, `conversion`
-    and `builders` are those of the artifact's manifest.
+    """The description of a graph.
+
+    config: the source's, without fields that do not affect its function. provenance: where the config is from.
+    origin: the model's name on a hub, or "". recipe, conversion, builders: as in the artifact's manifest.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
@@ -153,7 +155,7 @@ class StrippedGraph:
 
     @staticmethod
     def open(file: Path) -> StrippedGraph:
-        """Read and check one, which may come from anywhere. Raises StrippedError."""
+        """Read and check a graph, which may be untrusted. Raises StrippedError."""
 
         def damaged(what: str) -> StrippedError:
             return StrippedError(f"{file} is not whole: {what}; get it again")
@@ -166,7 +168,7 @@ class StrippedGraph:
             raise StrippedError(f"{file} cannot be read ({err.strerror})") from err
         found = _FIRST.match(data)
         if found is None:
-            raise StrippedError(f"{file} is no stripped graph")
+            raise StrippedError(f"{file} is not a stripped graph")
         if int(found[1]) != VERSION:
             raise StrippedError(f"{file} has format {int(found[1])}, this ssmd reads {VERSION}; install a newer ssmd")
         packed = data[found.end() + _DIGEST_BYTES :]

@@ -1,4 +1,4 @@
-"""What building and refitting an artifact share: the texts it takes over, its manifest, and how it gets into place."""
+"""The common part of building and refitting an artifact: its copied texts, its manifest, and its placement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 ABANDONED_S = 24 * 3600  # no build takes as long
 _SHOWN = 12  # names, in a line
-# What checkpoints carry and no model reads: tables that older ones kept, and the head of a model that has none.
+# Tensors in checkpoints that no model reads: tables in older ones, and the head of a model that does not use one.
 _IDLE = (".rotary_emb.inv_freq", "lm_head.weight")
 
 
@@ -44,7 +44,7 @@ def fields_of(
     special_tokens: Mapping[str, str],
     stop_tokens: Sequence[int],
 ) -> dict[str, Any]:
-    """A manifest for `seal`. `config` is the family's own; `tiers` ascend and the last is the context."""
+    """Return a manifest for `seal`. config: the family's own. tiers: ascend, and the last is the context."""
     spec = family.plan(config).spec("float32" if quantization == "f32" else "float16")
     return {
         "name": name,
@@ -67,10 +67,10 @@ def fields_of(
 
 
 def config_of(family: Family, source: Source, progress: Progress) -> Any:
-    """Read a source's config.json as the family's own, with the head untied where the weights have one of their own.
+    """Read a source's config.json as the family's own. The head is untied if the weights have one of their own.
 
-    `progress` gets a line if so, and lines that name fields and tensors which count for nothing. Raises FamilyError, or
-    SourceError where the embedding and the head cannot be read.
+    progress: gets a line if so, and lines that name fields and tensors without effect. Raises FamilyError, or
+    SourceError if the embedding and the head cannot be read.
     """
     config = family.parse(source.config)
     if unread := family.unread(source.config):
@@ -87,19 +87,19 @@ def config_of(family: Family, source: Source, progress: Progress) -> Any:
 
 
 def unused_tensors(source: Source, bindings: Mapping[str, Binding]) -> list[str]:
-    """Name the tensors of a source that no parameter is made of, but for those that are never of use."""
+    """Return the names of a source's tensors that no parameter uses, except those of _IDLE."""
     reads = {name for binding in bindings.values() for name in binding.reads}
     return sorted(name for name in source.tensors if name not in reads and not name.endswith(_IDLE))
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first names of a list, for a line: they are a stranger's."""
+    """Return the first names of a list for a line, with unusual ones escaped, as they are untrusted."""
     shown = [name if re.fullmatch(r"[\w.-]{1,100}", name, re.ASCII) else ascii(name)[:40] for name in names[:_SHOWN]]
     return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def has_own_head(family: Family, config: Any, source: Source) -> bool:
-    """Whether a config ties the head to the embedding and the source has another one. Raises SourceError."""
+    """Return True if a config ties the head to the embedding, but the source has another head. Raises SourceError."""
     if not getattr(config, "tied", False):
         return False
     bound = family.bindings(replace(config, tied=False))
@@ -116,7 +116,7 @@ def has_own_head(family: Family, config: Any, source: Source) -> bool:
 
 
 def checked_tokenizer(source: Source, vocabulary: int) -> Tokenizer:
-    """The source's tokenizer. Raises SourceError if it cannot be read or names ids that the model does not know."""
+    """Return the source's tokenizer. Raises SourceError if it cannot be read or has ids beyond the vocabulary."""
     try:
         tokenizer = Tokenizer.open(source.path / "tokenizer.json")
     except TokenizerError as err:
@@ -133,7 +133,7 @@ def checked_tokenizer(source: Source, vocabulary: int) -> Tokenizer:
 
 
 def save_texts(source: Source, folder: Path) -> None:
-    """Copy what an artifact takes over from its source as it is."""
+    """Copy the texts that an artifact takes unchanged from its source: tokenizer.json and the chat template."""
     (folder / "tokenizer.json").write_bytes(source.tokenizer_json)
     if source.chat_template is not None:
         (folder / "chat_template.jinja").write_bytes(source.chat_template.encode())
@@ -141,7 +141,7 @@ def save_texts(source: Source, folder: Path) -> None:
 
 @contextmanager
 def placed(out: Path) -> Iterator[Path]:
-    """An empty folder that becomes `out`, in place of what stands there, when its body ends; else it goes again."""
+    """Yield an empty folder that replaces `out` when the body ends. After an error it is removed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     for left in out.parent.glob(f".{out.name}-*"):  # by one that was killed
         if left.is_dir() and not left.is_symlink() and time.time() - left.stat().st_mtime > ABANDONED_S:

@@ -1,4 +1,4 @@
-"""Writes the files of a stripped graph with the weights of a source: no PyTorch, no converter."""
+"""The refit of a stripped graph: it writes the files with the weights of a source, without PyTorch or a converter."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ssmd.refit.graphfile import Header, Hole, StrippedGraph
 from ssmd.refit.install import has_own_head, unused_tensors
 
 Differences = dict[str, tuple[object, object]]  # by the field of config.json: a source's value, and a graph's
-MOST_SHOWN = 3  # of them, in a message
+MOST_SHOWN = 3  # differing fields in a message
 
 
 class RefitError(ValueError):
-    """A source does not fit a stripped graph, or cannot be written as it says; the message says what is wrong."""
+    """A source that does not fit a stripped graph, or whose values cannot be encoded; the message says why."""
 
 
 def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
     """Write all files of `graph` into `folder` with the weights of `source`, byte for byte as a build writes them.
 
     All tensors' names, dtypes and shapes are checked before anything is written. Raises RefitError if the source's
-    config is not the graph's, if it has a tensor too many or its values cannot be encoded, SourceError if a tensor is
-    missing, misshapen or not finite. What was written until then is left to the caller.
+    config is not the graph's, if it has a tensor too many, or if its values cannot be encoded. Raises SourceError if a
+    tensor is missing, has another shape, or is not finite. The caller removes files written before an error.
     """
     header = graph.header
     fits(header, source)
@@ -43,7 +43,7 @@ def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
     for part in header.files:
         for hole in part.holes:
             if hole.parameter not in bindings:
-                raise RefitError(f"{part.name} asks for {hole.parameter!r}, which the family has not; get it again")
+                raise RefitError(f"{part.name} needs {hole.parameter!r}, unknown to the family; get the graph again")
             places.setdefault(hole.parameter, []).append((part.name, hole))
     _check_tables(header, places)
     if isinstance(source, Source):
@@ -70,22 +70,22 @@ def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
 
 
 def fits(header: Header, source: Tensors) -> None:
-    """Check that the source's config is the graph's. Raises RefitError naming the fields that differ."""
+    """Check that the source's config is the graph's. Raises RefitError, which names the fields that differ."""
     if differing := differences(header, source.config):
         raise RefitError(f"{source.path} is not of the config that {header.name}'s graph is for: {shown(differing)}")
 
 
 def shown(differing: Differences) -> str:
-    """Say in words, for a message, which fields differ."""
+    """Return the differing fields in words, for a message."""
     said = "; ".join(f"{k} is {found!r}, not {wanted!r}" for k, (found, wanted) in [*differing.items()][:MOST_SHOWN])
     return said + (f" and {len(differing) - MOST_SHOWN} more" if len(differing) > MOST_SHOWN else "")
 
 
 def differences(header: Header, config: Mapping[str, Any]) -> Differences:
-    """The fields of a config.json that keep it from fitting a graph, with its value and the graph's.
+    """Return the fields by which a config.json does not fit a graph, with its value and the graph's.
 
-    Fields that the family does not read make no difference, nor does how many tokens the model was trained for, if a
-    prefill fits into them. Raises FamilyError where the config is of no family.
+    Fields that the family does not read do not count, nor does the model's context if a prefill fits into it. Raises
+    FamilyError if the config's family is not supported.
     """
     family, wanted = family_of(header.config), stable(header.config)
     if config.get("model_type") != header.family:
@@ -112,8 +112,10 @@ def differences(header: Header, config: Mapping[str, Any]) -> Differences:
 
 
 def bounded(header: Header, config: Mapping[str, Any], context: int | None = None) -> tuple[int, ...]:
-    """Choose the KV tiers of an artifact of a graph and a config that fits it: up to `context` tokens, else as many as
-    both have. Raises RefitError where `context` cannot be had."""
+    """Return an artifact's KV tiers for a graph and a config that fits it. Raises RefitError if not possible.
+
+    context: the most tokens; None: as many as both allow.
+    """
     most = family_of(config).parse(config).max_position
     last = min(header.tiers[-1], most)
     if not _any_capacity(header):
@@ -128,24 +130,24 @@ def bounded(header: Header, config: Mapping[str, Any], context: int | None = Non
         )
     if not _any_capacity(header) and asked not in header.tiers:
         raise RefitError(
-            f"the caches of {header.name} for {header.runtime} have a fixed size: --context {asked} cannot be had, but "
-            f"{', '.join(map(str, header.tiers))}"
+            f"the caches of {header.name} for {header.runtime} have a fixed size: --context {asked} is not possible, "
+            f"only {', '.join(map(str, header.tiers))}"
         )
     return (*(tier for tier in header.tiers if tier < asked), asked)
 
 
 def _any_capacity(header: Header) -> bool:
-    """Whether the graph's caches take any capacity: its tiers are a choice then, else it was made for each of them."""
+    """Return True if the graph's caches take any capacity. Its tiers are then a choice; else they are built in."""
     return header.device_class == "cpu" and len(header.tiers) > 1
 
 
 def _least(header: Header) -> int:
-    """Count the tokens that a context must have room for."""
+    """Return the least number of tokens of a context."""
     return header.buckets[-1] if _any_capacity(header) else header.tiers[0]
 
 
 def _rounded(value: object) -> object:
-    """Round all numbers of a value to float32, of which a graph is made."""
+    """Round all numbers of a value to float32, as a graph holds them."""
     if isinstance(value, BaseModel):  # a mixer
         value = value.model_dump()
     if isinstance(value, dict):
@@ -156,12 +158,12 @@ def _rounded(value: object) -> object:
 
 
 def stable(config: Mapping[str, object]) -> dict[str, object]:
-    """Leave out of a config.json what does not count: who saved it."""
+    """Return a config.json without VOLATILE fields, such as the version of the program that saved it."""
     return {k: v for k, v in config.items() if k not in VOLATILE}
 
 
 def bindings_of(config: Mapping[str, Any], recipe: Mapping[str, Any], context: int) -> dict[str, Binding]:
-    """Everything that a graph of that recipe can have holes for: parameters and tables."""
+    """Return all bindings that a graph of this recipe can have holes for: parameters and tables."""
     family = family_of(config)
     parsed = family.parse(config)
     made = family.bindings(parsed)
@@ -169,7 +171,7 @@ def bindings_of(config: Mapping[str, Any], recipe: Mapping[str, Any], context: i
 
 
 def _check_tables(header: Header, places: Mapping[str, list[tuple[str, Hole]]]) -> None:
-    """Check that tables have a row for each token that the graph is for: one beyond them would get the last row."""
+    """Check that tables have a row for each token of the graph: a token beyond them would get the last row."""
     family = family_of(header.config)
     for name in family.tables(family.parse(header.config), header.tiers[-1]):
         for file, hole in places.get(name, []):
@@ -187,13 +189,13 @@ def _check_tensors(source: Source, bindings: Mapping[str, Binding]) -> None:
     if more := unused_tensors(source, bindings):
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
         raise RefitError(
-            f"{source.path} has the tensor {more[0]!r}{others}, for which its config.json has no use: it is not the "
+            f"{source.path} has the tensor {more[0]!r}{others}, which its config.json does not use: it is not the "
             "config of these weights"
         )
 
 
 def write_literal(file: BinaryIO, holes: Sequence[Hole], literal: bytes, size: int) -> None:
-    """Write a file of `size` bytes that has its literal bytes, and holes in a file system's sense."""
+    """Write a file of `size` bytes with its literal bytes; the holes are not allocated on the disk."""
     file.truncate(size)
     at = read = 0
     for hole in holes:

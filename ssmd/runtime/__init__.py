@@ -1,5 +1,7 @@
-"""Runtimes and what they stand on. These names can be imported from here, the one re-export: a runtime that lives
-elsewhere needs no others to run, unless it follows a plan (docs/add-a-runtime.md)."""
+"""Runtimes: the names that a runtime outside of this repository needs, re-exported.
+
+It needs no others to run, unless it follows a plan (docs/add-a-runtime.md).
+"""
 
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part, State, StateError, StateSpec

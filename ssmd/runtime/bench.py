@@ -1,6 +1,6 @@
 """The speed of an artifact on this machine: load, prefill, decode, save and restore, beside one read of its weights.
 
-What is measured and how is in docs/notes/benchmarks.md. Everything goes through the interface of a Runtime.
+docs/notes/benchmarks.md describes the measurements. All of them go through the interface of a Runtime.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ssmd.model.state import State, StateSpec
 from ssmd.runtime.protocol import Handle, Program, Runtime
 from ssmd.runtime.weightread import WeightRead
 
-STREAMS = (4, 8)  # that are decoded together
+STREAMS = (4, 8)  # numbers of streams that are decoded together
 STEPS = 20  # decode steps of a round, after one that does not count
 READS = 4  # reads of the weights in a round, after one that does not count
 MOST_POSITION = 1 << 30  # a graph counts tokens in 32 bits
@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]  # rounds done, rounds in all
 
 
 class BenchError(ValueError):
-    """What was asked for cannot be measured with this artifact; the message says what would do."""
+    """A measurement that is not possible with this artifact; the message says which would be."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ class Together:
 
 @dataclass(frozen=True)
 class Report:
-    """Times are in ms, medians unless their name says otherwise; `None`: the system does not tell.
+    """The results of a benchmark. Times are in ms, medians unless named otherwise. None: the system does not report it.
 
-    `load_again_ms` is the load after another one of the same artifact in this process was closed. `weights_read_ms` is
-    the time to read `weights_bytes` of memory with as many threads as compute a step.
+    load_again_ms: time of a second load, after the artifact was loaded and closed in this process. weights_read_ms:
+    time to read `weights_bytes` of memory, with as many threads as compute a step.
     """
 
     producer: str
     threads: int
     cpu: str
-    load_average: tuple[float, float, float] | None  # of 1, 5 and 15 minutes, before anything was done
+    load_average: tuple[float, float, float] | None  # over 1, 5 and 15 minutes, before the benchmark
     position: int
     repeats: int
     load_first_ms: float
@@ -79,14 +79,14 @@ class Report:
     together: tuple[Together, ...]
     save_ms: float
     restore_ms: float
-    state_bytes: int  # at `position`: what save_ms and restore_ms are for
-    fixed_bytes: int  # of it, whatever the position
-    token_bytes: int  # that each token adds
+    state_bytes: int  # size of the state at `position`, which save_ms and restore_ms are for
+    fixed_bytes: int  # size of the state at position 0
+    token_bytes: int  # growth of the state with each token
     weights_bytes: int
     weights_read_ms: float
     resident_bytes: int | None  # after the load
-    most_resident_bytes: int | None  # up to the end of the first round, before there is memory to read
-    resident_together_bytes: int | None  # with as many streams as are decoded together at most
+    most_resident_bytes: int | None  # peak up to the end of the first round, before the memory for reads is allocated
+    resident_together_bytes: int | None  # while the most streams are decoded together
 
     @property
     def decode_per_read(self) -> float:
@@ -104,10 +104,10 @@ def bench(
     repeats: int = 5,
     progress: Progress = lambda done, of: None,
 ) -> Report:
-    """Load twice, then measure in rounds, each of which has some of everything: what disturbs one disturbs all.
+    """Load twice, then measure in rounds. Each round has all kinds of calls, so a disturbance affects all alike.
 
-    `position`: tokens of history that a prefill and the decode steps follow on. Raises BenchError if there is no room
-    for them after so many, and what `load` raises.
+    position: tokens of history before a prefill and before the decode steps. Raises BenchError if the context has no
+    room for them after that, and the errors of `load`.
     """
     manifest = artifact.manifest
     _check(manifest, position, repeats)
@@ -159,7 +159,7 @@ def bench(
 
 
 def weights_bytes(manifest: Manifest) -> int:
-    """Bytes of the files that hold an artifact's weights."""
+    """Return the bytes of the files that hold an artifact's weights."""
     return sum(f.size for name, f in manifest.files.items() if name not in _NOT_WEIGHTS)
 
 
@@ -185,7 +185,7 @@ def _check(manifest: Manifest, position: int, repeats: int) -> None:
 def _loaded(
     artifact: Artifact, runtime: Runtime, device: str | None, threads: int | None
 ) -> Iterator[tuple[Program, float]]:
-    """A program, and the ms that its load took."""
+    """Yield a loaded program, and the ms that its load took."""
     begin = time.perf_counter()
     program = runtime.load(artifact, device=device, threads=threads)
     try:
@@ -206,8 +206,11 @@ class _Took:
 
 
 class _Rounds:
-    """Rounds of calls on one program. At most one handle is alive, as in a daemon that serves one conversation, but for
-    steps of several streams. resident: bytes while the last of those were taken."""
+    """Rounds of calls on one program.
+
+    At most one handle is alive, as in a daemon that serves one conversation, except in steps of several streams.
+    resident: resident bytes during the last of these steps.
+    """
 
     def __init__(self, program: Program, position: int) -> None:
         self._program = program
@@ -280,7 +283,7 @@ class _Rounds:
 
 
 def _saved(program: Program, position: int) -> State:
-    """A state at `position`, of zeros, as the program itself lays a saved one out: what it holds costs no time."""
+    """Return a state of zeros at `position`, in the layout of the program's own saves. Its contents cost no time."""
     spec: StateSpec = program.spec
     zeros = {t.name: np.zeros(t.shape_at(position), t.numpy_dtype) for t in spec.tensors}
     handle = program.restore(State(position, 0, zeros))

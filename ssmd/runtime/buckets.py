@@ -1,4 +1,4 @@
-"""Which buckets to run for n tokens."""
+"""The choice of prefill buckets for n tokens."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from functools import lru_cache
 # for reading all weights once: SmolLM2-135M int8 (LiteRT, 2 threads of a Xeon) takes 12 ms for one token and 135 ms
 # for 64, so a unit is 2 ms and CALL 5 units.
 CALL = 5.0
-GRID = 64  # tokens
-_EXACT = 8  # prompts longer than so many largest buckets are first cut by the bucket that is cheapest a token
+GRID = 64  # tokens between the positions at which pieces of a prompt end
+_EXACT = 8  # largest buckets that are planned exactly; longer prompts begin with the bucket that is cheapest per token
 
 
 def plan(
     n: int, buckets: Sequence[int], limit: int | None = None, costs: Mapping[int, float] | None = None
 ) -> list[int]:
-    """How to cut n tokens into prefill calls: lengths that add up to n, each at most one bucket.
+    """Return the cheapest cut of n tokens into prefill calls: lengths that add up to n, each at most one bucket.
 
-    A length l runs in the smallest bucket T >= l and costs what T costs: T + CALL units (padding is not free), or
-    `costs[T]` where measured ratios are given, in any unit, for every bucket and for 1, which is the decode step. The
-    cheapest cut is taken; among equals the one of fewest calls, then the one with the largest first. Only the last
-    call is padded. The same arguments always give the same cut: an exact resume needs the same calls.
+    A length l runs in the smallest bucket T >= l and costs as much as T tokens: T + CALL units, as padding is not free.
+    costs: measured costs instead, in any unit, for every bucket and for 1, the decode step. Of equal cuts the one with
+    the fewest calls is taken, then the one with the largest first. Only the last call is padded. The same arguments
+    always give the same cut: an exact resume needs the same calls.
 
-    `limit` is the largest bucket to use. Raises ValueError if n < 0 or no bucket is within the limit.
+    limit: the largest bucket to use. Raises ValueError if n < 0 or no bucket is within the limit.
     """
     if n < 0:
         raise ValueError(f"cannot plan {n} tokens")
@@ -46,8 +46,8 @@ def grid(buckets: Sequence[int]) -> int:
 def piece(position: int, end: int, buckets: Sequence[int], *, wide: bool = False) -> int:
     """Return how many of the tokens [position, end) to feed in the next prefill call: at least one.
 
-    A call ends at the next multiple of the grid at the latest: where a prompt is cut depends on `position` and `end`
-    alone. `wide`: whole cells of the grid may go in one call, as many as a bucket holds.
+    A call ends at the next multiple of the grid at the latest. So the cuts of a prompt depend only on `position` and
+    `end`. wide: one call may take several whole cells of the grid, as many as a bucket holds.
     """
     if not position < end:
         raise ValueError(f"there is nothing to feed in [{position}, {end})")
@@ -66,7 +66,7 @@ def pieces(position: int, end: int, buckets: Sequence[int]) -> Iterator[int]:
 
 
 def bucket_of(n: int, buckets: Sequence[int]) -> int:
-    """The length that a call of n tokens runs with: 1, or the smallest bucket that has room for them."""
+    """Return the length of the signature for n tokens: 1, or the smallest bucket that has room for them."""
     return 1 if n == 1 else min(b for b in buckets if b >= n)
 
 

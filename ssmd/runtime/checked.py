@@ -1,8 +1,7 @@
-"""What every program refuses before anything runs, and how its calls are serialised: the part of the contract that is
-the same whatever computes.
+"""The checks and the lock of every program's calls: the part of the contract that does not depend on the runtime.
 
-A program derives from `CheckedProgram`, its handles from `Held`, and gives the steps that start with an underscore:
-each is called with the lock held and with what was checked already.
+A program derives from `CheckedProgram`, its handles from `Held`. It implements the methods that start with an
+underscore. Each of them is called with the lock held and with checked arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Missing:
-    """What a reserved handle waits for: KV rows up to `position`, and these recurrent tensors."""
+    """The missing parts of a reserved handle: KV rows up to `position`, and these recurrent tensors."""
 
     position: int
     recurrent: set[str]
@@ -34,21 +33,21 @@ class Missing:
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """What every handle knows of itself, whatever memory it has besides."""
+    """A handle's common fields. A program's own handles add their memory."""
 
-    program: object  # that made it
+    program: object  # the program that made it
     _: KW_ONLY
-    position: int = 0  # tokens fed; while rows are missing, those that came
+    position: int = 0  # tokens fed; while rows are missing, rows taken in
     missing: Missing | None = None  # None: the handle is whole
     released: bool = False
-    lost: bool = False  # with its device, or in a step that failed
+    lost: bool = False  # the state was lost, with its device or in a step that failed
 
 
 H = TypeVar("H", bound=Held)
 
 
 def token_ids(tokens: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
-    """Check token ids and make them int32 [n]. Raises ProgramError naming the first that is not of the vocabulary."""
+    """Check token ids and return them as int32 [n]. Raises ProgramError, which names the first invalid one."""
     for token in tokens:
         try:
             known = 0 <= operator.index(token) < vocabulary
@@ -64,7 +63,7 @@ class CheckedProgram(ABC, Generic[H]):
 
     producer: str
     threads: int
-    wide = False  # whether a call of some cells of the grid (ssmd/runtime/buckets.py) has the bits of a call for each
+    wide = False  # True if one call of several grid cells (ssmd/runtime/buckets.py) gives the bits of a call for each
 
     def __init__(self, manifest: Manifest) -> None:
         self.spec = manifest.spec
@@ -102,10 +101,10 @@ class CheckedProgram(ABC, Generic[H]):
             return logits
 
     def prepare(self) -> None:
-        """Do now what a program otherwise does when it is first needed: for those who have time, and for trials."""
+        """Do work now that is otherwise done on first need, such as opening graphs. For idle times and for trials."""
 
     def step_cost(self, streams: int) -> float:
-        """What a decode step of so many handles costs, where one of one is 1: their number, one after another."""
+        """Return the cost of a decode step of `streams` handles; a step of one costs 1. Here they run in turn."""
         return float(streams)
 
     def position(self, handle: Handle) -> int:
@@ -180,15 +179,15 @@ class CheckedProgram(ABC, Generic[H]):
                 self._closed = True
                 self._close()
 
-    # what a program gives; nothing is closed, released or too long here
+    # methods that a program implements; no closed program, released handle or too long input gets here
 
     @abstractmethod
     def _new(self, tokens: int) -> H:
-        """A handle at position 0, with room for so many tokens."""
+        """Return a handle at position 0, with room for this many tokens."""
 
     @abstractmethod
     def _prefill(self, handle: H, ids: NDArray[np.int32]) -> Logits:
-        """Feed the ids and move the handle's position on; a fresh array."""
+        """Feed the ids and move the handle's position on. Returns logits in a fresh array."""
 
     @abstractmethod
     def _decode(self, handles: Sequence[H], ids: NDArray[np.int32], logits: Logits) -> None:
@@ -199,19 +198,19 @@ class CheckedProgram(ABC, Generic[H]):
 
     @abstractmethod
     def _fill(self, handle: H, recurrent: Mapping[str, NDArray[Any]], rows: Part | None) -> None:
-        """Take in whole recurrent tensors, and the rows of a part where it brings some."""
+        """Take in whole recurrent tensors, and a part's rows if it has some."""
 
     @abstractmethod
     def _clone(self, handle: H) -> H:
-        """A handle with a copy of the state; the caller sets its position."""
+        """Return a handle with a copy of the state. The caller sets its position."""
 
     @abstractmethod
     def _release(self, handle: H) -> None:
-        """Free what a handle holds. Called once for a handle, also after `_close`."""
+        """Free a handle's memory. Called once for a handle, also after `_close`."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Free what the program holds. Called once."""
+        """Free the program's memory. Called once."""
 
     # the checks
 
@@ -225,7 +224,7 @@ class CheckedProgram(ABC, Generic[H]):
         return cast(H, handle)
 
     def _held(self, handle: Handle, more: int, *, whole: bool = True) -> H:
-        """The handle, if it can take `more` tokens. Raises ProgramError or StateLost."""
+        """Return the handle, if it can take `more` tokens. Raises ProgramError or StateLost."""
         self._check_open()
         held = self._own(handle)
         if held.lost:

@@ -1,7 +1,7 @@
-"""What each runtime can use here. Each is tried in a process of its own: a library that crashes when it is loaded, or
-hangs, is told of, and takes nothing along.
+"""The devices that each runtime can use here. Each runtime is tried in a process of its own.
 
-As a program: the runtime named first; what was found is printed as JSON.
+So a library that crashes or hangs when it is loaded harms no other process, and is reported.
+As a program, it takes a runtime's name and prints the devices as JSON.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ssmd.machine.processor import behind_others
 from ssmd.runtime.protocol import Device, RuntimeUnavailable, get_runtime, runtime_names
 from ssmd.runtime.trial import CrashError, last_line
 
-LIMIT_S = 60.0  # a driver may be slow to answer
-_SAID = 200  # characters that are told of what is no JSON
-_BEHIND_OTHERS = 10  # on the scale of nice: a daemon that is asked may be answering
+LIMIT_S = 60.0  # longest trial of a runtime: a driver may be slow to answer
+_SAID = 200  # characters of output that are reported if it is not JSON
+_BEHIND_OTHERS = 10  # niceness of a trial: the daemon that starts it may be generating answers
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found out about a runtime. `problem` is why nothing of it can be used, or ""."""
+    """The result of a runtime's trial. problem: the reason why it cannot be used at all, or ""."""
 
     name: str
     problem: str
@@ -39,16 +39,13 @@ class Found:
 
     @property
     def why_not(self) -> str:
-        """Why nothing of it can be used, or "" where something can."""
+        """The reason why none of its devices can be used; "" if one can."""
         reasons = [device.why_not for device in self.devices] or ["it has no devices"]
         return self.problem or ("" if self.usable else reasons[0])
 
 
 def find(names: Sequence[str] | None = None, *, limit_s: float = LIMIT_S) -> list[Found]:
-    """Look at all runtimes that are registered here, or those named; at all of them at the same time.
-
-    `limit_s`: after which one that does not answer is given up.
-    """
+    """Try all registered runtimes, or those named, all at the same time. limit_s: longest trial of each."""
     names = runtime_names() if names is None else names
     if not names:
         return []
@@ -57,22 +54,22 @@ def find(names: Sequence[str] | None = None, *, limit_s: float = LIMIT_S) -> lis
 
 
 def look(name: str) -> Found:
-    """Look at a runtime in this process."""
+    """Try a runtime in this process."""
     try:
         runtime = get_runtime(name)
         devices = tuple(runtime.devices())
-        check = getattr(runtime, "check", None)  # of what devices() does not need, and a load does
+        check = getattr(runtime, "check", None)  # checks libraries that a load needs and devices() does not
         if check is not None and any(not device.why_not for device in devices):
             check()
     except RuntimeUnavailable as err:
         return Found(name, str(err), ())
-    except Exception as err:  # whatever a package from elsewhere does
-        return Found(name, f"it cannot say which devices it has ({type(err).__name__}: {err})", ())
+    except Exception as err:  # a package from elsewhere may raise any error
+        return Found(name, f"it cannot list its devices ({type(err).__name__}: {err})", ())
     return Found(name, "", devices)
 
 
 def why_not(runtime: str, devices: Sequence[Device], wanted: str) -> str:
-    """Why a runtime with these devices cannot use the one that is wanted, or ""."""
+    """Return the reason why a runtime with these devices cannot use the one that is wanted, or ""."""
     for device in devices:
         if device.name == wanted:
             return f"{wanted}: {device.why_not}" if device.why_not else ""
@@ -85,7 +82,7 @@ def _tried(name: str, limit_s: float) -> Found:
         said = last_line(command("ssmd.runtime.devices", name), limit_s)
     except CrashError as err:
         return Found(name, f"its library was tried in a process of its own, and {err}", ())
-    return _parsed(name, said) or Found(name, f"it said {said[:_SAID]!r}", ())
+    return _parsed(name, said) or Found(name, f"it printed {said[:_SAID]!r} instead of a result", ())
 
 
 def _parsed(name: str, said: str) -> Found | None:
@@ -98,7 +95,10 @@ def _parsed(name: str, said: str) -> Found | None:
 
 
 def main() -> None:
-    """Print what was found, whatever a library writes to stdout, and end before it can write or crash once more."""
+    """Print the result as JSON. A library's output to stdout goes to stderr.
+
+    Ends at once, before a library can write or crash again.
+    """
     answer = os.dup(1)
     os.dup2(2, 1)
     behind_others(_BEHIND_OTHERS)

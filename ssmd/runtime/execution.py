@@ -1,7 +1,7 @@
-"""An artifact executed on a device, for a report that can be sent: its golden values and its times.
+"""An artifact's execution on a device, for a report that a user can send: its golden values and times.
 
-A driver may crash the process that uses it: a doctor does this in processes of their own, and tells what became of
-them.
+A driver may crash the process that uses it. So `ssmd doctor` does this in processes of their own, and reports how they
+ended.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from ssmd.runtime.trial import CrashError, last_line
 from ssmd.runtime.verify import verify
 
 DECODED, REPEATS = 32, 5  # tokens and prefills that are timed
-SAID = 200  # characters that are told of what is no JSON, such as a driver's last words
+SAID = 200  # characters of output that are reported if it is not JSON, such as a driver's last line
 
 
 def told(command: Sequence[str], *arguments: str) -> dict[str, Any]:
-    """What a process prints last, an object of JSON; `problem` in it where it fails, is killed, or says none."""
+    """Run a process and return the JSON object of its last line.
+
+    Returns an object with `problem` if it fails, is killed, or prints no JSON object.
+    """
     try:
         said = last_line([*command, *arguments])
     except CrashError as err:
@@ -32,11 +35,11 @@ def told(command: Sequence[str], *arguments: str) -> dict[str, Any]:
         found = json.loads(said)
     except ValueError:
         found = None
-    return found if isinstance(found, dict) else {"problem": f"it said {said[:SAID]!r}"}
+    return found if isinstance(found, dict) else {"problem": f"it printed {said[:SAID]!r} instead of a result"}
 
 
 def execute(artifact: Artifact, device: str, runtime: Runtime) -> dict[str, Any]:
-    """Golden values and times (ms, medians) of an artifact on a device of a runtime."""
+    """Run an artifact on a device of a runtime. Return its golden values' errors and its times (ms, medians)."""
     started = time.perf_counter()
     program = runtime.load(artifact, device=device)
     loaded = time.perf_counter() - started
@@ -59,7 +62,7 @@ def execute(artifact: Artifact, device: str, runtime: Runtime) -> dict[str, Any]
 
 
 def shown(where: str, seen: dict[str, Any]) -> str:
-    """Write what `execute` found as a line for people."""
+    """Return the result of `execute` as a line for people."""
     if "problem" in seen:
         return f"  {where}: {seen['problem']}"
     verdict = "passed" if seen["passed"] else "FAILED"

@@ -1,6 +1,6 @@
-"""Loading an artifact: at once where it was made here, else after a first load in a process of its own.
+"""Loading an artifact: at once if it was made here, else after a trial load in a process of its own.
 
-The parsers of LiteRT, OpenVINO and Core ML are C++ and trust a file's inner offsets: hashes show damage, not origin.
+The parsers of LiteRT, OpenVINO and Core ML are C++ and trust a file's inner offsets. Hashes show damage, not origin.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ssmd.model.artifact import MANIFEST, Artifact, ArtifactError
 from ssmd.runtime.protocol import Program, Runtime, get_runtime
 from ssmd.runtime.trial import judge, probed
 
-READS_ITSELF = ("wgpu",)  # packs of JSON and safetensors, which no parser of a maker reads
-OWN_TRIAL = {"openvino": ("gpu", "npu"), "coreml": ("ane",)}  # devices that a runtime tries whatever the artifact
+READS_ITSELF = ("wgpu",)  # runtimes whose packs of JSON and safetensors are read here, not by a vendor's parser
+OWN_TRIAL = {"openvino": ("gpu", "npu"), "coreml": ("ane",)}  # devices on which a runtime itself tries any artifact
 MEMORY = 16 << 30  # bytes of address space: files are mapped, packed and compiled, in pieces of unknown size
-TIMES_FILES = 8  # and so many times the artifact's bytes
-TIMES = 5  # what reads outside of its file crashes in every other process, by where the system puts things
-SECONDS = 120.0
-SECONDS_A_GIB = 120.0  # to hash, pack, and compute one text
+TIMES_FILES = 8  # more address space, in times of the artifact's bytes
+TIMES = 5  # trial loads: a parser that reads beyond its file crashes in every other process, by its memory's layout
+SECONDS = 120.0  # longest trial load, beside the time by size
+SECONDS_A_GIB = 120.0  # more time for each GiB, to hash, pack, and compute one text
 
 
 def load(artifact: Artifact, *, made_here: bool, device: str | None = None, threads: int | None = None) -> Program:
-    """The artifact's program. Of what was not made here the verdict of a first load is asked for, and kept.
+    """Load an artifact. One that was not made here first needs a passed trial load, whose verdict is kept.
 
-    Raises ArtifactError if that failed, and what `Runtime.load` raises.
+    Raises ArtifactError if the trial failed, and the errors of `Runtime.load`.
     """
     runtime = get_runtime(artifact.manifest.runtime)
     if not made_here:
@@ -39,7 +39,7 @@ def load(artifact: Artifact, *, made_here: bool, device: str | None = None, thre
 
 
 def check_first_load(artifact: Artifact, runtime: Runtime, device: str | None) -> None:
-    """Check that a first load passed, here, with this runtime's version. Raises ArtifactError."""
+    """Check that a trial load passed here with this runtime's version. Raises ArtifactError."""
     device = device or artifact.manifest.device_class
     if runtime.name in READS_ITSELF or device in OWN_TRIAL.get(runtime.name, ()):
         return
@@ -53,7 +53,7 @@ def check_first_load(artifact: Artifact, runtime: Runtime, device: str | None) -
     verdict = probed(trial, artifact, device, folder, why, limit_s=limit_s, times=TIMES)
     tried = f"artifact {artifact.path} was not made here, was tried in a process of its own, and {verdict.why}"
     if verdict.accident:
-        raise ArtifactError(f"{tried}; that says nothing of it, and is not kept: the next start tries it again")
+        raise ArtifactError(f"{tried}; the cause may be temporary, so the next start tries it again")
     if not verdict.passed:
         raise ArtifactError(
             f"{tried}; it will not be used (remove {folder} to have it tried again); build it here, or pull it"
@@ -61,7 +61,7 @@ def check_first_load(artifact: Artifact, runtime: Runtime, device: str | None) -
 
 
 def main() -> None:
-    """PARENT ARTIFACT DEVICE: print the verdict on golden values, within limits."""
+    """Load an artifact within limits, and print the verdict on golden values. Arguments: PARENT ARTIFACT DEVICE."""
     end_with(int(sys.argv.pop(1)))
     artifact = Artifact.open(Path(sys.argv[1]))
     size = sum(f.size for f in artifact.manifest.files.values())

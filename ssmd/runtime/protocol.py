@@ -1,7 +1,7 @@
-"""The one interface behind which every runtime stands, and how runtimes are found.
+"""The interface of all runtimes, and the search for installed ones.
 
-A runtime is a class named by an entry point of the group "ssmd.runtimes". `tests/contract` is the definition of
-"works"; its rules are listed in docs/runtime-contract.md.
+A runtime is a class named by an entry point of the group "ssmd.runtimes". A runtime works if it passes
+`tests/contract`; docs/runtime-contract.md lists the rules.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ Handle = Any  # device-resident and opaque: only the program that made it can re
 
 
 class ProgramError(ValueError):
-    """A call that a program refuses before anything ran; the handle is unharmed."""
+    """A call that a program refuses before it computes anything. The handle does not change."""
 
 
 class StateLost(RuntimeError):
-    """The device went away, or a step failed half way, and with it the state of handles, which are of no use but to be
-    released.
+    """The loss of handles' state with the device, or in a step that failed half way. The handles can only be released.
 
     The program works again, or tries to at its next call.
     """
 
 
 class RuntimeUnavailable(RuntimeError):
-    """No runtime of that name, or it cannot run here; the message says what to install or change."""
+    """A runtime that is not installed or cannot run here; the message says what to install or change."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of a runtime. `why_not` is empty when it is usable here, else the reason and what would help."""
+    """A device of a runtime. why_not: "" if it is usable here, else the reason and the remedy."""
 
     name: str
     description: str
@@ -51,48 +50,48 @@ class Device:
 
 
 class Program(Protocol):
-    """A loaded artifact on a device: prefill buckets plus decode. Calls are serialised by the implementation."""
+    """A loaded artifact on a device: prefill buckets plus decode. The implementation serialises calls."""
 
     spec: StateSpec
     buckets: tuple[int, ...]
     context: int | None
     vocabulary: int
-    producer: str  # runtime, its version, device: with the build, what an exact resume needs; and threads
-    threads: int  # of the processor that compute a step
+    producer: str  # runtime, its version, device, threads; an exact resume needs the same, and the same build
+    threads: int  # threads of the processor that compute a step
 
     def new_state(self) -> Handle:
-        """A handle at position 0."""
+        """Return a handle at position 0."""
 
     def prefill(self, handle: Handle, tokens: Sequence[int]) -> Logits:
-        """Feed 1 <= len(tokens) <= max(buckets) tokens; float32 [vocab] logits of the last one, a fresh array."""
+        """Feed 1 <= len(tokens) <= max(buckets) tokens. Returns the last one's float32 logits [vocab], fresh."""
 
     def decode(self, handles: Sequence[Handle], tokens: Sequence[int]) -> Logits:
-        """Feed one token to each of n handles; float32 [n, vocab], a fresh array."""
+        """Feed one token to each of n handles. Returns float32 logits [n, vocab], a fresh array."""
 
     def position(self, handle: Handle) -> int:
-        """Tokens fed so far."""
+        """Return the number of tokens fed so far."""
 
     def save(self, handle: Handle, since: int = 0) -> State:
-        """Canonical copy with KV rows from `since` on; does not disturb the handle, nor is disturbed by it later."""
+        """Return a canonical copy with KV rows from `since` on. It and the handle do not affect each other later."""
 
     def restore(self, state: State) -> Handle:
-        """A new handle from a state with since == 0. Raises StateError if it does not fit."""
+        """Return a new handle from a state with since == 0. Raises StateError if it does not fit."""
 
     def reserve(self, position: int) -> Handle:
-        """A handle for a state at `position` that comes in parts; until it is whole it takes nothing but `fill`."""
+        """Return a handle for a state at `position` that comes in parts. Until it is whole only `fill` accepts it."""
 
     def fill(self, handle: Handle, part: Part) -> None:
         """Take in a part: rows in order, from 0 to the reserved position; each recurrent tensor once.
 
         With the last part the handle is whole, as if restored. Raises StateError if a part does not fit: the handle
-        is then of no use but to be released.
+        can then only be released.
         """
 
     def clone(self, handle: Handle) -> Handle:
-        """An independent copy of the handle."""
+        """Return an independent copy of the handle."""
 
     def release(self, handle: Handle) -> None:
-        """Give the handle's memory back; using it afterwards raises ProgramError. Twice is allowed."""
+        """Free the handle's memory. Later uses raise ProgramError, but a second release is allowed."""
 
     def close(self) -> None:
         """Release every handle and the program itself."""
@@ -102,15 +101,15 @@ class Runtime(Protocol):
     name: str
 
     def devices(self) -> list[Device]:
-        """All devices of this runtime: usable ones, and for the others why not."""
+        """Return all devices of this runtime, each unusable one with the reason."""
 
     def load(self, artifact: Artifact, *, device: str | None = None, threads: int | None = None) -> Program:
         """Load an artifact of this runtime. Raises ProgramError or RuntimeUnavailable."""
 
 
 def prepare(program: Program) -> None:
-    """Have a program do now what it otherwise does when it is first needed, if there is such a thing."""
-    more = getattr(program, "prepare", None)  # programs from elsewhere may have none
+    """Let a program do work now that it would otherwise do on first need, if it has any."""
+    more = getattr(program, "prepare", None)  # a program from elsewhere may not have it
     if more is not None:
         more()
 
@@ -126,12 +125,12 @@ def check_threads(threads: int | None) -> None:
 
 
 def runtime_names() -> list[str]:
-    """Names of all runtimes that are registered here, usable or not."""
+    """Return the names of all runtimes that are registered here, usable or not."""
     return sorted(_installed())
 
 
 def get_runtime(name: str) -> Runtime:
-    """The runtime `name`. Raises RuntimeUnavailable with what to install, or whose fault it is, when there is none."""
+    """Return the runtime `name`. Raises RuntimeUnavailable, which says what to install or which package fails."""
     found = _installed().get(name)
     if found is None:
         raise RuntimeUnavailable(f"no runtime is named {name!r}; there are: {', '.join(runtime_names()) or 'none'}")
@@ -140,10 +139,10 @@ def get_runtime(name: str) -> Runtime:
     except ImportError as err:
         if found.dist is not None and found.dist.name != DISTRIBUTION:
             raise RuntimeUnavailable(
-                f"runtime {name!r} cannot be imported ({err}); what it needs is told by its package, {found.dist.name}"
+                f"runtime {name!r} cannot be imported ({err}); see the requirements of its package, {found.dist.name}"
             ) from err
         raise RuntimeUnavailable(f"runtime {name!r} is not installed ({err}); install it with: {to_add(name)}") from err
-    except (Exception, SystemExit) as err:  # whatever a package from elsewhere does: other runtimes go on
+    except (Exception, SystemExit) as err:  # a package from elsewhere may raise any error; other runtimes go on
         package = found.value if found.dist is None else found.dist.name
         why = f"{type(err).__name__}: {err}"
         raise RuntimeUnavailable(f"runtime {name!r} fails when it is loaded ({why}); its package is {package}") from err

@@ -1,6 +1,6 @@
-"""The first load of an artifact on a device whose driver may crash: in a process of its own, against golden values.
+"""The trial load of an artifact on a device whose driver may crash: in a process of its own, against golden values.
 
-The verdict is kept in a folder that is of this artifact, device and driver.
+The verdict is kept in a folder for this artifact, device and driver.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from ssmd.runtime.protocol import Program, Runtime, prepare
 from ssmd.runtime.verify import Report, verify
 
 log = logging.getLogger(__name__)
-LIMIT_S = 3600  # a compiler of large models takes minutes
-COMPILED_FOR = ("npu", "gpu", "ane")
-MOST_BYTES = 64 << 10  # of a verdict, and of what a process says
+LIMIT_S = 3600  # longest trial: a compiler of large models takes minutes
+COMPILED_FOR = ("npu", "gpu", "ane")  # devices whose drivers compile an artifact
+MOST_BYTES = 64 << 10  # bytes that are read of a verdict, and of a process's output
 _SECRET = re.compile(r"(TOKEN|KEY|KEYS_FILE|SECRET|PASSWORD)$")
-_LOGGED = re.compile(r"(VERBOSE|INFO|WARNING): \[")  # by LiteRT, also after the last word
-_TAIL = 500  # characters of what a process said last
-_unkept: dict[Path, Verdict] = {}  # by the folder that cannot be written
+_LOGGED = re.compile(r"(VERBOSE|INFO|WARNING): \[")  # LiteRT's log lines, which may follow the last line of a traceback
+_TAIL = 500  # characters of a process's last line that are shown
+_unkept: dict[Path, Verdict] = {}  # verdicts by the folder that cannot be written
 
 
 class CrashError(RuntimeError):
-    """A process failed, or was killed by what it tried; the message says how."""
+    """The failure or crash of a process; the message describes it."""
 
     def __init__(self, why: str, *, accident: bool = False) -> None:
-        """`accident`: it may have been of the moment, and says nothing of what was tried."""
+        """accident: the cause may be temporary, such as too little memory, and not the tried library."""
         super().__init__(why)
         self.accident = accident
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a first load passed. `why` is empty if it did. That of an accident is not kept."""
+    """The result of a trial load. why: the reason of a failure, or "". The verdict of an accident is not kept."""
 
     passed: bool
     why: str
@@ -64,9 +64,9 @@ def probed(
     limit_s: float = LIMIT_S,
     times: int = 1,
 ) -> Verdict:
-    """The verdict in `folder`; where there is none it is found out by `command` with the artifact and the device.
+    """Return the verdict in `folder`. If there is none, find it by running `command` with the artifact and the device.
 
-    `costs`: what is said of that before it begins; `limit_s`: when it is given up; `times`: how often it has to pass.
+    costs: added to the log line before the trial. limit_s: longest run of each trial. times: trials that must pass.
     """
     file = folder / "verdict.json"
     kept = _unkept.get(folder) or _read(file)
@@ -82,7 +82,7 @@ def probed(
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        descriptor, fresh = tempfile.mkstemp(dir=folder)  # nobody else reads or writes it
+        descriptor, fresh = tempfile.mkstemp(dir=folder)  # no other user can read or write it
         with os.fdopen(descriptor, "w") as new:
             new.write(_json(verdict))
         os.replace(fresh, file)
@@ -93,8 +93,11 @@ def probed(
 
 
 def judge(runtime: Runtime, *, bare: bool = False) -> None:
-    """What such a command does: load the artifact named first on the device named second, run all of it, and print the
-    verdict on golden values as JSON. `bare`: one that has none may pass without."""
+    """Do the work of a trial's command: load the artifact, run all signatures, and print the verdict as JSON.
+
+    The command line names the artifact and the device. The verdict compares golden values. bare: an artifact without
+    them may pass.
+    """
     artifact = Artifact.open(Path(sys.argv[1]))
     program = runtime.load(artifact, device=sys.argv[2])
     try:
@@ -106,25 +109,25 @@ def judge(runtime: Runtime, *, bare: bool = False) -> None:
 
 
 def _off(report: Report) -> str:
-    """Why golden values are not passed, or ""."""
+    """Return the reason why golden values failed, or ""."""
     off = f"its logits are {report.worst.rms_relative:.3g} standard deviations off, {report.tolerance:g} is allowed"
     return "" if report.passed else off
 
 
 def run_all(program: Program, tiers: Iterable[int]) -> None:
-    """Run every signature once: golden values need few of the buckets, the least of the tiers, and one stream.
+    """Run every signature once. Golden values run only few of the buckets, the smallest tier, and one stream.
 
-    If one model serves all tiers, every length runs with the least tier. With the largest only a step and the least
-    bucket do: 256 tokens there take ten times as long as all else.
+    If one model serves all tiers, every length runs with the smallest tier. Only a step and the smallest bucket run
+    with the largest: 256 tokens there take ten times as long as all the rest.
     """
     lengths = (1, *program.buckets)
-    below = [(at, lengths) for at in (0, *tuple(tiers)[:-1])]  # each of the tiers
+    below = [(at, lengths) for at in (0, *tuple(tiers)[:-1])]  # for each tier, the capacity of the one below it
     if getattr(program, "any_capacity", False):
         below = [*below[:1], *((at, lengths[:2]) for at, _ in below[1:][-1:])]
     prepare(program)
     for tier_below, those in below:
         for length in those:
-            position = max(0, tier_below + 1 - length)  # the first after which there are more tokens than that has
+            position = max(0, tier_below + 1 - length)  # the first position whose call exceeds that capacity
             zeros = {t.name: np.zeros(t.shape_at(position), t.numpy_dtype) for t in program.spec.tensors}
             handle = program.restore(State(position, 0, zeros))
             if length == 1:
@@ -135,7 +138,7 @@ def run_all(program: Program, tiers: Iterable[int]) -> None:
 
 
 def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
-    """What a command that may crash says last. Raises CrashError if it fails."""
+    """Run a command that may crash, and return its last line. Raises CrashError if it fails."""
     try:
         with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
             done = subprocess.run(
@@ -155,14 +158,14 @@ def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
     if crashed := crash(done.returncode):
         raise CrashError(f"it crashed ({crashed.name})", accident=not crashed.own or _short(stderr))
     if done.returncode or not stdout:
-        lines = stderr.splitlines() or [""]  # of a traceback: the last is the error
+        lines = stderr.splitlines() or [""]  # a traceback's last line is the error
         last = next((line for line in reversed(lines) if not _LOGGED.match(line)), lines[-1])
         raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}", accident=_short(last))
     return stdout.splitlines()[-1]
 
 
 def _short(said: str) -> bool:
-    """Whether a process says that it had too little memory."""
+    """Return True if a process's output says that it had too little memory."""
     return any(one in said for one in ("MemoryError", "bad_alloc", "Cannot allocate memory", "(ulimit -v)"))
 
 
@@ -180,7 +183,7 @@ def _tried(command: Sequence[str], limit_s: float) -> Verdict:
         said = last_line(command, limit_s)
     except CrashError as err:
         return Verdict(False, str(err), err.accident)
-    return _parsed(said) or Verdict(False, f"it said {said[:_TAIL]!r}")
+    return _parsed(said) or Verdict(False, f"it printed {said[:_TAIL]!r} instead of a verdict")
 
 
 def _read(file: Path) -> Verdict | None:

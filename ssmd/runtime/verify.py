@@ -1,5 +1,6 @@
-"""Replay of an artifact's golden values: does this program compute what the re-authored module computed at build time?
-Or, where the artifact was refitted and there was no such module, what it computed itself when it was new?
+"""Replay of an artifact's golden values, the logits that the re-authored module computed at build time.
+
+A refitted artifact has no such module: its golden values are its own logits of when it was new.
 
 golden.safetensors holds `tokens` i32[n], `positions` i32[k] ascending, and `logits` f32[k, V]: the reference logits
 after feeding tokens[: positions[j] + 1].
@@ -29,12 +30,12 @@ GOLDEN_TEXT = (
     "A river does not remember the rain that filled it, and yet its shape is the sum of every storm. On the old bridge "
     "a woman counts 3 boats, 17 gulls and one late train; then she writes the numbers down and walks home slowly."
 )
-# Largest rms error of a step, relative to the standard deviation of the reference logits. float32 differs by the order
-# of sums only (measured 1e-6 on tiny models); int8 rounds weights and activations, and small models of wide outliers
-# suffer most (measured 0.03 on tiny models, 0.068 on SmolLM2-135M). A program that computes something else is near 1.
+# Largest rms error of a step, relative to the standard deviation of the reference logits. float32 differs only by the
+# order of sums (measured 1e-6 on tiny models). int8 rounds weights and activations, and small models with large
+# outliers suffer most (measured 0.03 on tiny models, 0.068 on SmolLM2-135M). A wrong program is near 1.
 TOLERANCES = {"f32": 1e-4, "f16": 1e-2, "int8": 0.25, "int4": 0.5}
-# What piecewise linear functions (ActiBA) add: so much over the square of their segments, and of few segments no more
-# than int4 may be off (measured 6 to 22 on tiny models of four families, the worst row of 40; docs/notes/xamba.md).
+# Added tolerance for piecewise linear functions (ActiBA): this over the square of their segments, at most the tolerance
+# of int4 (measured 6 to 22 on tiny models of four families, the worst row of 40; docs/notes/xamba.md).
 _PIECEWISE = 40.0
 
 
@@ -45,8 +46,8 @@ Call = Literal["prefill", "decode"]
 class StepError:
     """Errors of the logits after token `position`; `*_relative` are in standard deviations of the reference.
 
-    `shift` is the mean difference, which no sampler sees, for a softmax does not change by it; int8 without
-    rotation moves all logits of SmolLM2 by up to 0.55 standard deviations. The errors are what is left without it.
+    shift: the mean difference. It does not change a softmax, so samplers are not affected. int8 without rotation shifts
+    all logits of SmolLM2 by up to 0.55 standard deviations. The errors are the rest without the shift.
     """
 
     position: int
@@ -65,7 +66,7 @@ class Report:
 
     @property
     def worst(self) -> StepError:
-        """The step of the largest relative rms error; one that is not a number comes first."""
+        """The step with the largest relative rms error; NaN counts as the largest."""
         return max(self.steps, key=lambda s: np.inf if np.isnan(s.rms_relative) else s.rms_relative)
 
     @property
@@ -74,7 +75,7 @@ class Report:
 
 
 def segments_of(manifest: Manifest) -> int | None:
-    """How many segments the functions have that ActiBA put into an artifact's graph, if it did."""
+    """Return the number of segments of ActiBA's functions in an artifact's graph; None if it has none."""
     xamba = manifest.conversion.get("xamba")
     passes = xamba.get("passes") if isinstance(xamba, dict) else None
     segments = passes.get("actiba") if isinstance(passes, dict) else None
@@ -82,8 +83,10 @@ def segments_of(manifest: Manifest) -> int | None:
 
 
 def tolerance_of(quantization: str, segments: int | None = None) -> float:
-    """Look a quantization's tolerance up by the name up to "-": "int8-smooth" is "int8". `segments` of ActiBA add to
-    it. Raises ArtifactError."""
+    """Return the tolerance of a quantization, by its name up to "-": "int8-smooth" is "int8". Raises ArtifactError.
+
+    segments: those of ActiBA's functions, which add to it.
+    """
     scheme = quantization.partition("-")[0]
     if scheme not in TOLERANCES:
         raise ArtifactError(
@@ -94,8 +97,10 @@ def tolerance_of(quantization: str, segments: int | None = None) -> float:
 
 
 def verify(artifact: Artifact, program: Program) -> Report:
-    """Feed the golden tokens and compare the logits at every golden position: between neighbouring positions by decode,
-    over gaps by prefill. Raises ArtifactError if the golden values are malformed."""
+    """Feed the golden tokens and compare the logits at every golden position.
+
+    Adjacent positions are fed by decode, gaps by prefill. Raises ArtifactError if the golden values are malformed.
+    """
     tolerance = tolerance_of(artifact.manifest.quantization, segments_of(artifact.manifest))
     tokens, positions, expected = _golden(artifact)
     calls = replay(program, tokens, positions)
@@ -106,7 +111,7 @@ def verify(artifact: Artifact, program: Program) -> Report:
 def replay(
     program: Program, tokens: Sequence[int], positions: Sequence[int]
 ) -> Iterator[tuple[Call, NDArray[np.float32]]]:
-    """Feed `tokens` to an empty state. At each of `positions`: which call fed its token, and the logits (V,)."""
+    """Feed `tokens` to an empty state. Yield at each position the call that fed its token, and the logits (V,)."""
     handle = program.new_state()
     try:
         fed = 0
@@ -124,7 +129,7 @@ def replay(
 
 
 def golden_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Ids of a fixed text, so that what is measured is real use."""
+    """Return the ids of a fixed text: golden values should measure real use."""
     return (tokenizer.encode(GOLDEN_TEXT) * GOLDEN_TOKENS)[:GOLDEN_TOKENS]
 
 
@@ -149,7 +154,7 @@ def _golden(artifact: Artifact) -> tuple[list[int], list[int], NDArray[np.float3
     if manifest.golden == "none":
         raise ArtifactError(
             f"artifact {artifact.path} has no golden values: it was made where its runtime cannot execute; make it "
-            f"anew here: ssmd pull {manifest.name} --runtime {manifest.runtime} --force"
+            f"again here: ssmd pull {manifest.name} --runtime {manifest.runtime} --force"
         )
 
     def wrong(what: str) -> ArtifactError:

@@ -1,4 +1,4 @@
-"""An answer's text as it comes, told apart: what is thought, what is said, and tool calls."""
+"""The parser of an answer's text stream: it separates reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ssmd.text.reasoning import Reasoning
 
 
 class AnswerReader:
-    """One answer. calls: how they are written, None if there are none to look for. names: of the tools.
+    """The reader of one answer.
 
-    thinking: the prompt ends within the reasoning already. begun: the answer goes on from a text that said something.
-    controls: the markers that are control tokens here, and come by `mark`.
+    calls: the notation of its calls; None to look for no calls. names: names of the tools.
+    thinking: the prompt already ends inside the reasoning. begun: the answer continues a text that has content.
+    controls: the markers that are control tokens of this model; `mark` takes them in.
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class AnswerReader:
         return out if self._calls.mark(marker, out) else None
 
     def end(self, *, in_call: bool = False) -> list[Part]:
-        """Nothing more comes: what was held back is told as what it is by now. in_call: it can only have become a call,
-        and is none of what is said.
+        """End the answer, and return the parts of the text that was held back.
+
+        in_call: that text could only have become a call, so it is not returned as content.
         """
         thought, said = self._reasoning.end()
         out = self._told(thought, "" if in_call else said)

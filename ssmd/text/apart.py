@@ -74,7 +74,7 @@ def _source(path: Path) -> str:
         with path.open(encoding="utf-8") as file:
             source = file.read(MAX_SOURCE + 1)
     except UnicodeDecodeError as err:
-        raise TemplateError(f"the chat template is no UTF-8: {err}") from err
+        raise TemplateError(f"the chat template is not valid UTF-8: {err}") from err
     if len(source) > MAX_SOURCE:
         raise TemplateError(f"the chat template has more than the {MAX_SOURCE} characters that are allowed")
     return source
@@ -130,10 +130,10 @@ class TextReader:
         except ChildError as err:
             raise TokenizerError(f"the tokenizer cannot read the text: {err}") from err
         if len(body) % 4:
-            raise TokenizerError(f"the tokenizer says ids of {len(body)} bytes")
+            raise TokenizerError(f"the tokenizer's process returned {len(body)} bytes; ids have 4 bytes each")
         ids = np.frombuffer(body, "<i4")
         if len(ids) and ids.min() < 0:
-            raise TokenizerError("the tokenizer says ids below 0")
+            raise TokenizerError("the tokenizer's process returned ids below 0")
         return ids
 
 
@@ -146,7 +146,7 @@ class TemplateApart:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names that the template looks up, as ChatTemplate.variables. Raises TemplateError."""
+        """Return the names that the template looks up, as ChatTemplate.variables. Raises TemplateError."""
         try:
             found = json_of(_checked(self._child.ask(Packet({"do": "variables"}), RENDER_S)).body)
         except (ChildError, ValueError) as err:
@@ -163,7 +163,7 @@ class TemplateApart:
         """Render, and return which part is settled, as ChatTemplate.render_settled does."""
         rendered = _rendered(self._asked({"do": "settled"}, messages, now, given), len(messages))
         if rendered is None:
-            raise TemplateError("the chat template says nothing")
+            raise TemplateError("the chat template's process returned no text")
         return rendered
 
     def render_after(
@@ -210,7 +210,7 @@ def _text(answer: Packet) -> str:
     try:
         return decoded(answer.body)
     except UnicodeDecodeError as err:
-        raise TemplateError(f"the chat template says what is no text: {err}") from err
+        raise TemplateError(f"the chat template's process returned invalid UTF-8: {err}") from err
 
 
 def _rendered(answer: Packet, messages: int) -> Rendered | None:

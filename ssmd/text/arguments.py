@@ -1,4 +1,4 @@
-"""The arguments of a tool call: JSON in a text, as models and clients write it, or what a cut answer left of it."""
+"""The arguments of a tool call: JSON text as models and clients write it, perhaps cut off with its answer."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 
 from pydantic_core import from_json
 
-MAX_DEPTH = 48  # of what a template is given as an object; deeper ones it is given as the text that they are
-_PARSED_DEPTH = 200  # that pydantic reads; the same for what it does not read
-_LARGE = 1e300
+MAX_DEPTH = 48  # nesting of arguments that a template gets as an object; deeper ones it gets as their text
+_PARSED_DEPTH = 200  # nesting that pydantic reads; the same bound where json reads instead
+_LARGE = 1e300  # numbers below it can be written as JSON again
 
 
 def read_arguments(text: str) -> dict[str, Any] | None:
-    """The object that arguments are, which templates expect; None if they are none. Nothing at all is no arguments."""
+    """Return the arguments as an object, as templates expect them; None if they are not one. Blank text gives {}."""
     value = _parsed(text)
     return value if isinstance(value, dict) and _is_plain(value, MAX_DEPTH) else None
 
 
 def canonical(text: str) -> str:
-    """Write arguments in the one form of all that say the same: spaces, the order of names and escapes do not count,
-    and numbers are equal where they are the same double, as RFC 8785 and JavaScript have them.
+    """Return arguments in a canonical form, so that equal ones compare equal.
+
+    Spaces, the order of names and escapes do not count. Numbers are equal if they are the same double, as in RFC 8785
+    and JavaScript. Text that is not JSON, or nests too deep, is returned unchanged.
     """
     value = _parsed(text)
     with suppress(ValueError, RecursionError):  # too deep: it stands as it is
@@ -34,9 +36,9 @@ def canonical(text: str) -> str:
 
 
 def _of_doubles(value: Any, depth: int) -> Any:
-    """A JSON value with its numbers as doubles, whole ones as integers. One that no double can hold becomes null.
+    """Return a JSON value with its numbers rounded to doubles, whole ones as integers.
 
-    Raises ValueError if it is nested deeper than `depth`.
+    A number beyond the range of doubles becomes null. Raises ValueError if it is nested deeper than `depth`.
     """
     if isinstance(value, dict | list) and not depth:
         raise ValueError("too deep")
@@ -60,7 +62,7 @@ def _refused(constant: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """What JSON says; None of what is none, has halves of surrogate pairs in it, or is null."""
+    """Return the value of a JSON text; None if it is not JSON, holds half of a surrogate pair, or is null."""
     if not text.strip():
         return {}
     try:
@@ -70,7 +72,7 @@ def _parsed(text: str) -> Any:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether a template can write it as JSON again: numbers of common sizes, nested at most so deep."""
+    """Return True if a template can write the value as JSON again: numbers below _LARGE, nesting up to `depth`."""
     if isinstance(value, dict | list):
         parts = value.values() if isinstance(value, dict) else value
         return depth > 0 and all(_is_plain(part, depth - 1) for part in parts)

@@ -1,15 +1,15 @@
-"""What a tokenizer.json puts before every text of its own accord, such as BOS: the template of its post-processor."""
+"""The tokens that a tokenizer.json puts before every text, such as BOS: read from its post-processor's template."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-_MOST = 16  # tokens; those in use have one
+_MOST = 16  # tokens read; tokenizers in use have one
 
 
 def read_beginning(state: bytes | None) -> tuple[int, ...]:
-    """The ids that stand before a text; () for other post-processors than templates, which put none there."""
+    """Return the ids that stand before a text. () for post-processors other than templates: they add none there."""
     try:
         found = json.loads(state) if state else None
     except ValueError:
@@ -27,7 +27,7 @@ def _of(found: Any) -> tuple[int, ...]:
         return ()
     ids: list[int] = []
     for piece in found.get("single", []):
-        if "SpecialToken" not in piece:  # the text: what comes after it ends it
+        if "SpecialToken" not in piece:  # the text itself: tokens after it belong to its end
             break
         ids += found["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
     return tuple(ids)

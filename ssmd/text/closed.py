@@ -1,8 +1,8 @@
-"""JSON schemas whose objects have the properties that they name and no others, unless they say that others may follow.
+"""JSON schemas closed to properties that they do not name, unless they allow others explicitly.
 
-By JSON Schema's rules what a schema does not name may follow. Hardly a client means that, and a small model goes on
-with properties of its own till its tokens are spent, or calls a function with arguments that it does not have.
-llama.cpp closes objects as well; a client for vLLM leaves out `additionalProperties: false` from what it sends.
+JSON Schema allows properties that a schema does not name. Hardly any client means that. A small model then adds
+properties of its own until its tokens are spent, or calls a function with arguments that it does not have.
+llama.cpp closes objects too. Clients written for vLLM leave `additionalProperties: false` out of their requests.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas 
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _ALONE = ("items", "additionalProperties")
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref")
-# What says of an object that more may follow, or have to.
+# Keywords by which an object's schema allows or requires properties that it does not name.
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties", "not")
 _OF_OBJECTS = ("properties", "required", *_OPEN)
 
 
 def closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` where an object names its properties and says no more of it.
+    """Return the schema with `additionalProperties: false` wherever an object only names its properties.
 
-    As it is if anywhere an object is put together from several schemas: what one does not name another one may.
+    The schema is returned unchanged if any object in it is composed of several schemas: one of them may name a
+    property that another does not.
     """
     return schema if any(map(_joins, _schemas(schema))) else _closed(schema)
 
@@ -44,13 +45,13 @@ def _closed(schema: Any) -> Any:
 
 
 def _names_all(schema: dict[str, Any]) -> bool:
-    """Whether an object's schema names all properties that it requires."""
+    """Return True if an object's schema names all properties that it requires."""
     required = schema.get("required", [])
     return isinstance(required, list) and all(isinstance(r, str) and r in schema["properties"] for r in required)
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Schemas within this one, and it."""
+    """Yield this schema and all schemas within it."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -66,7 +67,7 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _joins(schema: dict[str, Any]) -> bool:
-    """Whether more than one schema tells of the same object."""
+    """Return True if more than one schema describes the same object."""
     joined = [key for key in _JOINING if key in schema]
     several = len(joined) > 1 or (bool(joined) and any(key in schema for key in _OF_OBJECTS))
     parts = schema.get("allOf")

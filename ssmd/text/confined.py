@@ -1,6 +1,6 @@
-"""What the process runs in which a stranger's template and tokenizer work (apart.py): PARENT MEMORY.
+"""The program of the child process for untrusted templates and tokenizers (apart.py). Arguments: PARENT MEMORY.
 
-It answers jobs from its standard input until that ends. A limit ends it in the midst of one.
+It answers jobs from its standard input until that ends. A limit may end it in the middle of a job.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ssmd.text.messages import Message
 from ssmd.text.template import ChatTemplate, Given, Rendered
 from ssmd.text.tokenizer import Tokenizer
 
-_SHOWN = 2000  # characters of an error
+_SHOWN = 2000  # characters of an error that are returned
 Fields = Mapping[str, Any]
 
 
 class Work:
-    """A template and a tokenizer, from the opening on."""
+    """A template and a tokenizer, and the jobs done with them. The job `open` comes first."""
 
     def __init__(self) -> None:
         self.template: ChatTemplate | None = None
@@ -41,7 +41,7 @@ class Work:
         }
 
     def do(self, job: Packet) -> Packet:
-        """The answer to a job. An error of the template or the tokenizer is one, too."""
+        """Do a job and return its answer. An error of the template or the tokenizer is returned as an answer too."""
         try:
             return self._jobs[job.head["do"]](job.head, job.body)
         except Exception as err:
@@ -98,12 +98,12 @@ def _told(rendered: Rendered | None) -> Packet:
 
 
 def main() -> None:
-    """Answer until the jobs end."""
+    """Answer jobs until the standard input ends."""
     parent, memory = (int(argument) for argument in sys.argv[1:3])
     end_with(parent)
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1):  # what a library prints is no answer
+    for descriptor in (0, 1):  # text that a library prints must not mix with the answers
         os.dup2(nothing, descriptor)
     confine(memory)
     work = Work()

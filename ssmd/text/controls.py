@@ -1,7 +1,7 @@
 """Control tokens in texts: found where a template wrote them, and made inert in messages.
 
-Control tokens are added tokens that are marked special (turn marks, BOS, …). They are found as the library finds them,
-so the other added tokens count too: where "<s><tool>" is one of these it hides the control token "<s>".
+Control tokens are added tokens that are marked special (turn marks, BOS, …). They are found as the library finds them.
+So the other added tokens count too: an added token "<s><tool>" hides the control token "<s>".
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from tokenizers import AddedToken
 
 from ssmd.text.cutting import PIECE, matches
 
-# Supplementary Private Use Area-B: a character per control token, one that quotes, one that frames the library's marks.
+# Supplementary Private Use Area-B: one character per control token, one that quotes, one that frames marks in texts
+# for the library.
 FIRST_SENTINEL = 0x100000
 MAX_CONTROLS = 0xFF00
-MAX_BRANCHES = 100  # where a text may go on as one added token or as another; runs of 30 spaces or lines are in use
-MAX_ADDED = 256 << 10  # characters of all added tokens; the most in use have 80,000
-_SEARCHED = 1 << 26  # characters compared in one search at most: some 50 ms, for which it holds up other threads
+MAX_BRANCHES = 100  # added tokens that begin alike, one inside the next; runs of up to 30 spaces or lines are in use
+MAX_ADDED = 256 << 10  # characters of all added tokens together; tokenizers in use have up to 80,000
+_SEARCHED = 1 << 26  # characters compared in one search: about 50 ms, during which other threads wait
 QUOTE = chr(0x10FFF0)
 FRAME = chr(0x10FFF1)
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
@@ -28,16 +29,16 @@ _EACH_SPACE = "".join(re.findall(f"[{_SPACES}]", "".join(map(chr, range(0x3001))
 
 
 class ControlsError(ValueError):
-    """Added tokens that cannot be looked for in a text."""
+    """Added tokens that are too many, too long or too alike to be searched for in a text."""
 
 
 class Controls:
     """A tokenizer's control tokens. special: the text of each, by id. added: all added tokens, by id. Thread-safe."""
 
     def __init__(self, added: Mapping[int, AddedToken], stop_tokens: Collection[int], *, normalizes: bool) -> None:
-        """stop_tokens: control tokens whatever `added` says. normalizes: whether some are looked for in altered text.
+        """stop_tokens: control tokens even if `added` does not mark them special. Raises ControlsError.
 
-        Raises ControlsError.
+        normalizes: the library searches normalised text for the added tokens marked `normalized`.
         """
         self.added = added
         self.special = {token: str(a.content) for token, a in added.items() if a.special or token in stop_tokens}
@@ -58,11 +59,11 @@ class Controls:
             _any_of(text for a in added.values() if (text := str(a.content)) and bool(a.normalized) is normalized)
             for normalized in (False, True)
         ]
-        self._piece = min(PIECE, _SEARCHED // max(1, spelt))  # for each place may be compared with all of them
+        self._piece = min(PIECE, _SEARCHED // max(1, spelt))  # each position may be compared with all of them
         self._longest = max((len(text) for text in (*self._by_text, QUOTE + " ")), default=0)
 
     def escape(self, content: str) -> str:
-        """Make control tokens' text in a message inert: a private-use character each, undone by `unescape`."""
+        """Replace control tokens' text in a message by one private-use character each. `unescape` undoes it."""
         return self._replaced(self._to_escape, content, lambda m: self._sentinel_of.get(m[0]) or QUOTE + m[0])
 
     def unescape(self, text: str) -> str:
@@ -72,7 +73,7 @@ class Controls:
         )
 
     def quote(self, text: str) -> str:
-        """Quote the characters that `escape` uses, where a text has them of its own: `parts` gives them back."""
+        """Quote characters of the text that `escape` uses itself. `parts` undoes it."""
         return self._reserved.sub(lambda m: QUOTE + m[0], text)
 
     def _replaced(self, pattern: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
@@ -83,7 +84,7 @@ class Controls:
         return "".join([*parts, text[at:]]) if parts else text
 
     def parts(self, rendered: str) -> Iterator[str | int]:
-        """The plain texts and the control tokens of a rendered text in turn, a text first and last, be it empty."""
+        """Yield a rendered text's plain texts and control tokens in turn, first and last a text, perhaps empty."""
         at = 0
         for start, end, token in self._control_matches(rendered):
             yield self.unescape(rendered[at:start])
@@ -92,7 +93,7 @@ class Controls:
         yield self.unescape(rendered[at:])
 
     def cuts(self, rendered: str, limit: int, *, behind: bool) -> Iterator[int]:
-        """Where a control token starts, or ends if `behind`, such that the text can be cut there, up to `limit`."""
+        """Yield positions up to `limit` for a cut: starts of control tokens, and their ends if `behind`."""
         floor = 0
         for start, end, token in self._control_matches(rendered):
             a = self.added[token]
@@ -110,14 +111,17 @@ class Controls:
                 yield floor
 
     def _within_a_word(self, rendered: str, at: int) -> bool:
-        """Whether a token that must stand alone would begin or end here, if the text did: `<|end|>x`, then `BOS`."""
+        """Return True if a single-word token could match beside a cut here but not in the whole text.
+
+        In `<|end|>xBOS`, for example, `BOS` matches only if the text is cut before it.
+        """
         inside = 0 < at < len(rendered) and _is_word(rendered[at - 1]) and _is_word(rendered[at])
         return inside and any(a.single_word for a in self.added.values())
 
     def _control_matches(self, text: str) -> Iterator[tuple[int, int, int]]:
-        """(start, end, token) of the control tokens in order, found as the library finds them.
+        """Yield (start, end, token) of the control tokens in order, found as the library finds them.
 
-        Leftmost, then longest, first among the added tokens that are matched on raw text, then among the others.
+        The leftmost match wins, then the longest: first among added tokens matched on raw text, then among the others.
         """
         raw, normalized = self._passes
         at = 0
@@ -154,9 +158,9 @@ def _any_of(texts: Iterator[str]) -> re.Pattern[str] | None:
 
 
 def _longest(texts: list[str], depth: int = 0) -> Iterator[str]:
-    """Expressions of which at most one matches at a place: the longest of these sorted texts that stands there.
+    """Yield expressions of which at most one matches at a position: the longest of these sorted texts there.
 
-    What texts have in common is looked at once: 700 of a's and a Z in a text of a's would take seconds.
+    A common prefix is compared only once. Otherwise 700 tokens of a's and a Z would take seconds in a text of a's.
     """
     if depth > MAX_BRANCHES:
         raise ControlsError(f"more than {MAX_BRANCHES} added tokens begin alike, one within the other")

@@ -1,9 +1,9 @@
-"""Where a text can be cut such that its parts have the tokens that the whole has.
+"""Cuts of a text into parts that have the same tokens as the whole.
 
-Most tokenizers first split a text by patterns that look at one run of letters, digits, spaces or signs at a time.
-Between a letter or digit and a sign or space all of them split, whatever stands before and after: the match that ends
-with the letter ends there at the end of a text, too, and the next one begins anew. Which tokenizers do so is found by
-taking their patterns apart; of others nothing is assumed.
+Most tokenizers first split a text by patterns that match one run of letters, digits, spaces or signs at a time.
+All of them split between a letter or digit and a sign or space, whatever stands before and after. The match that ends
+with the letter also ends there if the text does, and the next match does not depend on it. A tokenizer's patterns are
+parsed to find out if it does so; nothing is assumed of other tokenizers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 import tokenizers
 
-PIECE = 1 << 15  # characters that are encoded at once, and somewhat more, to the next place for a cut
-# Letters and digits of which every version of Unicode says so, and that nothing composes with what follows.
+PIECE = 1 << 15  # characters encoded at once, and a few more up to the next possible cut
+# Letters and digits in every version of Unicode that never compose with a following sign or space.
 _WORDS = (
     "0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u017f\u0391-\u03a1\u03a3-\u03c9\u0400-\u045f\u05d0-\u05ea\u0621-\u063a"
     "\u0641-\u064a\u0905-\u0939\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3"
 )
 _SIGNS = r" \n\t.,;:!?\"，。、！？；：（"
-# What a pattern may consist of: none of these matches a letter or a digit and then something else.
+# Alternatives that a pattern may have: none of them matches a letter or a digit and then a sign or space.
 _OF_LETTERS = frozenset((r" ?\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+"))
 _OF_DIGITS = frozenset((r" ?\p{N}+", r"\p{N}+", r"\p{N}", r"\p{N}{1,3}"))
 _OF_SIGNS = frozenset((r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*"))
@@ -32,7 +32,7 @@ _ALTERNATIVES = _OF_LETTERS | _OF_DIGITS | _OF_SIGNS | {_SPACES, r"\s+(?!\S)", r
 
 
 def places(library: tokenizers.Tokenizer, added: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | None:
-    """A pattern that ends where a text may be cut, in the midst of which no control token stands; None if unknown."""
+    """Return a pattern whose matches end where a text may be cut, never inside an added token; None if unknown."""
     normalizer, splitter = (_state(part) for part in (library.normalizer, library.pre_tokenizer))
     if normalizer is not None and normalizer.get("type") != "NFC":
         return None
@@ -50,12 +50,12 @@ def places(library: tokenizers.Tokenizer, added: Iterable[tokenizers.AddedToken]
 
 
 def pieces(text: str, place: re.Pattern[str] | None) -> Iterator[str]:
-    """Cut a text into pieces of some `PIECE` characters; where there is no place for a cut they are longer."""
+    """Yield a text in pieces of about `PIECE` characters. They are longer where the text cannot be cut."""
     at = 0
     while place is not None and len(text) - at > PIECE:
         found = None
         look = at + PIECE
-        while found is None and look < len(text):  # not all at once: a search holds up every other thread
+        while found is None and look < len(text):  # not all at once: other threads wait during a search
             found = place.search(text, look, min(len(text), look + PIECE + 1))
             look += PIECE
         if found is None or found.end() >= len(text):
@@ -75,7 +75,10 @@ def _is_known(step: dict[str, Any]) -> bool:
 
 
 def _separates(step: dict[str, Any]) -> bool:
-    """Whether every character belongs to a match: what stands between matches is one part, whatever it is of."""
+    """Return True if the step splits letters, digits, signs and spaces from one another.
+
+    Its pattern must match every character: the text between two matches stays one part, whatever it consists of.
+    """
     if step.get("type") == "ByteLevel":
         return bool(step.get("use_regex"))
     found = set(_alternatives(step))
@@ -83,13 +86,13 @@ def _separates(step: dict[str, Any]) -> bool:
 
 
 def _splits_digits(step: dict[str, Any]) -> bool:
-    """Whether every digit is a part of its own."""
+    """Return True if the step makes every digit a part of its own."""
     alone = {r"\p{N}"} == _OF_DIGITS.intersection(_alternatives(step))
     return alone or (step.get("type") == "Digits" and bool(step.get("individual_digits")))
 
 
 def _alternatives(step: dict[str, Any]) -> list[str]:
-    """The alternatives of a pattern that cuts out all its matches, those within parentheses not taken apart."""
+    """Return the top-level alternatives of a step's pattern; [] unless the step isolates every match of a pattern."""
     if step.get("type") != "Split" or step.get("behavior") != "Isolated" or step.get("invert"):
         return []
     found, depth = [""], 0
@@ -105,9 +108,9 @@ def _alternatives(step: dict[str, Any]) -> list[str]:
 def matches(
     pattern: re.Pattern[str], text: str, start: int, stop: int, longest: int, piece: int = PIECE
 ) -> Iterator[re.Match[str]]:
-    """All that a pattern finds in a text, a piece of it at a time: a search holds up every other thread.
+    """Yield a pattern's matches in text[start:stop].
 
-    longest: characters that a match can have.
+    The text is searched a piece at a time, as other threads wait during a search. longest: most characters of a match.
     """
     at = start
     while at < stop:

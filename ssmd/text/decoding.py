@@ -1,7 +1,7 @@
-"""What a token's text is in bytes: the decoder of a tokenizer.json, read as one rule per token.
+"""The decoder of a tokenizer.json, read as one rule from a token to its bytes.
 
-Two families are understood: byte-level vocabularies (GPT-2's table of printable stand-ins for bytes), and SentencePiece
-ones ("▁" for a space, `<0xE2>` for a byte). With a rule per token, text can be streamed without looking back.
+Two families are supported: byte-level vocabularies (GPT-2's table of printable stand-ins for bytes), and SentencePiece
+ones ("▁" for a space, `<0xE2>` for a byte). With a rule per token, text is streamed without looking back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Step = Callable[[str], str]
-MOST_GROWTH = 64  # times, of a token by all replacements: "▁" becomes " "
-MAX_STEPS = 32  # each goes over every token; those in use have 6
+MOST_GROWTH = 64  # factor by which all replacements together may lengthen a token
+MAX_STEPS = 32  # steps of a decoder, each applied to every token; decoders in use have 6
 
 
 class DecoderError(ValueError):
@@ -22,7 +22,7 @@ class DecoderError(ValueError):
 
 
 def _byte_table() -> dict[str, int]:
-    """GPT-2's `bytes_to_unicode`, reversed: printable Latin-1 stands for itself, the other bytes for U+0100 on."""
+    """Return the inverse of GPT-2's `bytes_to_unicode`: printable Latin-1 is itself, U+0100 on the other bytes."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -34,17 +34,17 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass
 class Decoding:
-    """A tokenizer's way from a token to bytes. `separator`, `first_drops` and `strip` depend on the position."""
+    """A tokenizer's rule from a token to bytes. `separator`, `first_drops` and `strip` depend on the position."""
 
     steps: list[Step] = field(default_factory=list)  # on the token's text, in order
     byte_level: bool = False
     byte_fallback: bool = False
     separator: bytes = b""  # before every token but the first
     first_drops: str = ""  # this character is left out of the first token
-    strip: tuple[str, int] = ("", 0)  # so many of this character are left out where the whole text begins
+    strip: tuple[str, int] = ("", 0)  # (character, how many of it are left out at the beginning of the whole text)
 
     def of(self, token: str) -> bytes:
-        """The bytes that `token`, as it stands in the vocabulary, stands for where it is not the first."""
+        """Return the bytes of a token, given as in the vocabulary, at any position but the first."""
         if self.byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(found[1], 16)])
         for step in self.steps:
@@ -58,7 +58,10 @@ class Decoding:
 
 
 def read_decoder(state: bytes | None) -> Decoding:
-    """Read the decoder's JSON of tokenizer.json (None: it has none). Raises DecoderError naming what is unknown."""
+    """Read the decoder's JSON of a tokenizer.json; None if it has no decoder.
+
+    Raises DecoderError, which names the part that is not supported.
+    """
     decoding = Decoding()
     if state is None:
         decoding.separator = b" "
@@ -67,7 +70,7 @@ def read_decoder(state: bytes | None) -> Decoding:
     fused, growth = False, 1
     parts = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     if len(parts) > MAX_STEPS:
-        raise DecoderError(f"a decoder of {len(parts)} steps, of which {MAX_STEPS} are possible")
+        raise DecoderError(f"a decoder of {len(parts)} steps, at most {MAX_STEPS} are allowed")
     for part in parts:
         kind = part["type"]
         after_bytes = decoding.byte_level or decoding.byte_fallback

@@ -1,4 +1,4 @@
-"""Token ids to text, as they come."""
+"""Streamed detokenisation: from token ids to text, token by token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Detokenizer:
     """The text of one answer, token by token: whole characters only, O(1) a token. Control tokens are left out."""
 
     def __init__(self, tokenizer: Tokenizer, *, begun: bool = False) -> None:
-        """begun: the text goes on from another one, whose end is not its beginning."""
+        """begun: the text continues an earlier one, so its first token is not the first of the whole text."""
         self._tokenizer = tokenizer
         self._decoding = tokenizer.decoding
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -19,7 +19,7 @@ class Detokenizer:
         self._strip = 0 if begun else self._decoding.strip[1]
 
     def push(self, token: int) -> str:
-        """The text that is complete with this token, or "" while a character is unfinished."""
+        """Return the text that this token completes; "" while a character is unfinished."""
         if self._tokenizer.is_control(token):
             return ""
         data = self._tokenizer.token_bytes(token)
@@ -34,7 +34,7 @@ class Detokenizer:
         return self._stripped(self._utf8.decode(data))
 
     def flush(self) -> str:
-        """What an unfinished character at the end comes to: U+FFFD, or "" if there is none."""
+        """Return U+FFFD for an unfinished character at the end; "" if there is none."""
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:

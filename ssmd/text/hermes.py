@@ -1,6 +1,6 @@
-"""Hermes' format: how a model whose template knows no tools is told of them, and how it calls them.
+"""The Hermes format of tools and calls, for a model whose template does not support tools.
 
-It is what most open models were trained on, so that others make something of it, too.
+Most open models were trained on it, so models that were not can often follow it too.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ XML tags:
 
 
 def system_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What a model is told of its tools, beside what else its system prompt says."""
+    """Return the part of a system prompt that describes the tools and the notation of calls."""
     return _TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
 def in_words(message: Message) -> Message:
-    """A message whose calls stand in its text, or the user's message that tells a call's result; others as they are."""
+    """Return a message without tool fields: calls become part of its text, a call's result a user's message.
+
+    Other messages are returned unchanged.
+    """
     if message.role == "tool":
         return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
     if not message.tool_calls:

@@ -1,4 +1,4 @@
-"""Markers in a stream of text: where one begins, and what at the end may become one."""
+"""Markers in a stream of text: the first one, and the end of a text that may become one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 
 def first(text: str, markers: Collection[str]) -> tuple[int, str]:
-    """Where the first of these markers begins in a text, and which it is; "" if none is there."""
+    """Return (position, marker) of the first of these markers in a text; (its length, "") if it has none."""
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found, default=(len(text), ""))
 

@@ -14,19 +14,19 @@ THINK, THINK_END = "<think>", "</think>"  # around reasoning; some templates wri
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that an assistant makes. id: what its result names it by. arguments: JSON, as it was written."""
+    """A call that an assistant makes. id: the result refers to it. arguments: JSON text as it was written."""
 
     id: str
     name: str
     arguments: str
 
     def to_json(self) -> dict[str, Any]:
-        """The call as OpenAI's API has it."""
+        """Return the call in the form of OpenAI's API."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> ToolCall:
-        """Reads what `to_json` wrote. Raises ValueError on anything else."""
+        """Return the object that `to_json` wrote. Raises ValueError if it did not write these fields."""
         match fields:
             case {"id": str(id_), "function": {"name": str(name), "arguments": str(arguments)}}:
                 return ToolCall(id_, name, arguments)
@@ -34,7 +34,7 @@ class ToolCall:
 
     @property
     def said(self) -> tuple[str, str]:
-        """What is called with what, however it is written. An id is only a name for it."""
+        """The called tool and its canonical arguments. The id does not count: it only names the call."""
         return self.name, canonical(self.arguments)
 
 
@@ -52,7 +52,7 @@ class Message:
     tool_call_id: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The message as OpenAI's API has it; absent fields are left out."""
+        """Return the message in the form of OpenAI's API, without absent fields."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.name is not None:
             fields["name"] = self.name
@@ -64,7 +64,7 @@ class Message:
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Message:
-        """Reads what `to_json` wrote. Raises ValueError on anything else."""
+        """Return the object that `to_json` wrote. Raises ValueError if it did not write these fields."""
         role, content, name = fields.get("role"), fields.get("content"), fields.get("name")
         calls, call = fields.get("tool_calls", ()), fields.get("tool_call_id")
         named = all(one is None or isinstance(one, str) for one in (name, call))
@@ -75,7 +75,7 @@ class Message:
 
     @property
     def words(self) -> list[str]:
-        """What it says: its content, and what it calls with what."""
+        """Its content, and the names and arguments of its calls."""
         return [self.content, *(text for call in self.tool_calls for text in (call.name, call.arguments))]
 
     @property
@@ -85,24 +85,24 @@ class Message:
 
     @property
     def said(self) -> str:
-        """What of an assistant's message is not reasoning, without the spaces around it. Others: the content."""
+        """An assistant's message without its reasoning and the spaces around it; the content of other messages."""
         if self.role != "assistant":
             return self.content
         return self.content.rpartition(THINK_END)[2].strip()
 
     @property
     def reasoning(self) -> str:
-        """What an assistant thought before it spoke, "" if it did not: as chat templates find it."""
+        """An assistant's reasoning, found as chat templates find it; "" if there is none."""
         if self.role != "assistant" or THINK_END not in self.content:
             return ""
         return self.content.partition(THINK_END)[0].rpartition(THINK)[2].strip()
 
     def same_as(self, echo: Message) -> bool:
-        """Whether a client's echo means this message.
+        """Return True if a client's echo means this message.
 
-        Spaces around an assistant's text do not count, nor how the arguments of its calls are written, nor what ids
-        they have: whose result a tool's message is, messages tell together (sessions/match.py). An echo may leave the
-        reasoning out, but not change it.
+        Spaces around an assistant's text do not count, nor the spelling of a call's arguments, nor ids. Which call a
+        tool's message answers is compared over all messages (sessions/match.py). An echo may leave the reasoning out,
+        but not change it.
         """
         if self.role != echo.role or self.name != echo.name or self.said != echo.said:
             return False

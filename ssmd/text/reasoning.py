@@ -1,4 +1,4 @@
-"""Reasoning at the beginning of an answer, in <think>…</think>, told from what is said after it as both come."""
+"""The parser that separates reasoning, in <think>…</think> at an answer's beginning, from the content after it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ssmd.text.messages import THINK, THINK_END
 
 
 class Reasoning:
-    """One answer's. Spaces around what is thought are not told. state: `over` when all that comes is said.
+    """The reader of one answer's reasoning, without the spaces around it. state: `over` once all text is content.
 
-    opened: the prompt ends within it already. controls: the markers that are control tokens, which come by `mark`.
+    opened: the prompt already ends inside the reasoning. controls: the markers that are control tokens; `mark` takes
+    them in.
     """
 
     def __init__(self, *, opened: bool = False, controls: Collection[str] = ()) -> None:
@@ -21,27 +22,27 @@ class Reasoning:
         self._begins = () if THINK in controls else (THINK,)
         self._ends = () if THINK_END in controls else (THINK_END,)
         self._raw: list[str] = []
-        self._spaces: list[str] = []  # that may be followed by more of it
+        self._spaces: list[str] = []  # more reasoning may follow them
         self._held = ""  # what may become a marker
         self._told = False
 
     @property
     def raw(self) -> str:
-        """All that came of it so far, as it was written, with its markers."""
+        """The reasoning so far as the model wrote it, with its markers."""
         return "".join(self._raw)
 
     @property
     def thinks(self) -> bool:
-        """Whether what comes next is thought, unless it begins with a marker."""
+        """True if the next text is reasoning, unless it begins with a marker."""
         return self.state == "thinking" or (self.state == "start" and self._opened)
 
     @property
     def holds(self) -> bool:
-        """Whether something came that was not told yet."""
+        """True if some text is still held back."""
         return bool(self._held or self._spaces)
 
     def push(self, text: str) -> tuple[str, str]:
-        """Take in text: (what is thought, what is said)."""
+        """Take in text. Returns (reasoning, content)."""
         thought = ""
         if self.state == "start":
             text = self._start(text)
@@ -56,7 +57,7 @@ class Reasoning:
         return thought, text
 
     def mark(self, marker: str) -> tuple[str, str] | None:
-        """Take in a control token by its text, as `push`; None: it is no marker here."""
+        """Take in a control token by its text, as `push`. Returns None if it is not a marker here."""
         if marker == THINK and self.state == "start" and not self._held:
             self._open(marker)
             return "", ""
@@ -68,7 +69,7 @@ class Reasoning:
         return None
 
     def end(self) -> tuple[str, str]:
-        """Nothing more comes: (what is thought, what is said) of what was held back."""
+        """End the answer. Returns (reasoning, content) of the text that was held back."""
         held, self._held = self._held, ""
         if self.state == "start" and not self._opened:
             self.state = "over"
@@ -115,7 +116,7 @@ class Reasoning:
         return thought, text[at + len(marker) :]
 
     def _more(self, text: str) -> str:
-        """Take in some of it, and tell it up to its last word."""
+        """Take in more reasoning, and return it up to its last word."""
         if not self._told:
             rest = text.lstrip()
             self._raw.append(text[: len(text) - len(rest)])

@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: what may be sent now, and what must wait since a stop string could start there."""
+"""Stop strings in a stream of text: text is held back while a stop string could begin in it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts a stream before the stop string that is complete first (of those complete at once, the longest).
+    """A filter that cuts a stream before the first complete stop string; the longest of those complete at once.
 
-    Each stop string is followed by its Knuth-Morris-Pratt automaton: O(characters x stop strings) in all.
+    Each stop string has a Knuth-Morris-Pratt automaton: O(characters x stop strings) in all.
     Raises ValueError on an empty stop string.
     """
 
@@ -22,8 +22,9 @@ class StopStrings:
         self._hit = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take in text; (what of it may be sent now, whether a stop string was hit). The stop string and what follows
-        are dropped.
+        """Take in text. Returns (the text to send now, True if a stop string was hit).
+
+        The stop string and the text after it are dropped.
         """
         if self._hit:
             return "", True
@@ -48,14 +49,14 @@ class StopStrings:
         return whole[:sent], False
 
     def flush(self) -> str:
-        """The text that was still held back: no stop string follows any more."""
+        """Return the text that is still held back, at the end of the stream."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
 
 
 def _borders(stop: str) -> list[int]:
-    """The length of each prefix's longest proper prefix that is also its suffix, for all prefixes of `stop`."""
+    """Return, for each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     n = 0
     for i in range(1, len(stop)):

@@ -1,7 +1,7 @@
-"""What a template is shown of messages, tools and variables: no control token's text is one in it, wherever it stands.
+"""The adapter from messages, tools and variables to a template's input, in which all control tokens' text is inert.
 
-What comes from outside is hostile, a tool's result most of all. Where a template knows no tools all of them is told in
-words (hermes.py).
+Input from outside is hostile, a tool's result most of all. For a template that does not support tools they are written
+as plain text (hermes.py).
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from ssmd.text.arguments import read_arguments
 from ssmd.text.messages import Message, ToolCall
 from ssmd.text.template import Given
 
-_KEPT = 32  # requests' tools that are at hand as they are shown
-_UNSHOWN = ("strict",)  # of a function: for the server, not for the model
-_NINE = re.compile(r"[A-Za-z0-9]{9}")  # the ids that Mistral's templates want
+_KEPT = 32  # prepared inputs that are cached, one for each set of tools and variables
+_UNSHOWN = ("strict",)  # fields of a function that are for the server, not for the model
+_NINE = re.compile(r"[A-Za-z0-9]{9}")  # the form of ids that Mistral's templates require
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a request's tools and variables come to. given: what the template is given of them. system: what its system
-    prompt says of tools, where it knows none. key: tells both from others; "" if both are empty.
+    """A request's tools and variables, as the template gets them.
+
+    given: the template's input. system: text on tools for the system prompt, where the template does not support them.
+    key: hash of both, "" if both are empty.
     """
 
     given: Given
@@ -36,25 +38,25 @@ class Told:
 
 
 class Telling:
-    """Shows one template its messages. Thread-safe."""
+    """The adapter of one template. Thread-safe."""
 
     def __init__(
         self, source: str, escape: Callable[[str], str], takes_system: Callable[[], bool] = lambda: True
     ) -> None:
-        """source: the template's. escape: makes control tokens' text inert. takes_system: whether it renders a system
-        prompt; asked where it knows no tools.
+        """source: the template's source. escape: makes control tokens' text inert.
+
+        takes_system: returns True if the template renders a system prompt. It is called only if the template does not
+        support tools.
         """
         self._escape, self._takes_system = escape, takes_system
-        self._knows_developer = "developer" in source  # else it is what OpenAI made of it: a system message
+        self._knows_developer = "developer" in source  # if not, a developer's message becomes a system message
         self.knows_tools = re.search(r"\btools\b", source) is not None
         self._wants_nine = "length 9" in source
         self._names = frozenset(re.findall(r"\w+", source))
         self.told = lru_cache(maxsize=_KEPT)(self._told)
 
     def _told(self, given: Given) -> Told:
-        """What the template is shown of tools and variables. Those that it does not name are not: nothing is made of
-        them.
-        """
+        """Return the tools and variables for the template. Variables that its source does not name are left out."""
         tools = tuple(_shown(tool) for tool in given.tools)
         variables = {name: value for name, value in given.variables.items() if name in self._names}
         system = self._escape(hermes.system_prompt(tools)) if tools and not self.knows_tools else ""
@@ -64,7 +66,7 @@ class Telling:
         return Told(shown, system, hashlib.sha256(json.dumps([shown.text, system]).encode()).hexdigest())
 
     def conversation(self, messages: Sequence[Message], told: Told) -> tuple[list[Message], int]:
-        """A conversation as the template is shown it, and how many messages stand in front of it that nobody said."""
+        """Return a conversation for the template, and the number of messages added in front of it (0 or 1)."""
         shown = [self.message(m) for m in messages]
         if not told.system:
             return shown, 0
@@ -72,7 +74,7 @@ class Telling:
         return [first, *(shown if added else shown[1:])], added
 
     def first(self, message: Message, told: Told) -> tuple[Message, int]:
-        """The first message of a conversation that begins with this one, and whether it stands in front of it."""
+        """Return the first message for the template, and 1 if it was added in front of this one, else 0."""
         shown = self.message(message)
         if not told.system:
             return shown, 0
@@ -83,8 +85,9 @@ class Telling:
         return Message("system", told.system), 1
 
     def alternating(self, messages: Sequence[Message], told: Told) -> list[Message]:
-        """A conversation for a template whose roles have to alternate: results in words are one user's message with
-        those beside them, and with what the user says then.
+        """Return a conversation for a template whose roles must alternate.
+
+        Results of tools that became user's messages are joined with adjacent ones, and with the user's next message.
         """
         shown, added = self.conversation(messages, told)
         found = shown[:added]
@@ -99,7 +102,7 @@ class Telling:
         return found
 
     def message(self, message: Message) -> Message:
-        """A message as the template is shown it."""
+        """Return a message for the template."""
         if not self.knows_tools:
             message = hermes.in_words(message)
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
@@ -115,7 +118,7 @@ class Telling:
         arguments = read_arguments(call.arguments)
         if arguments is None:
             inert = self._escape(call.arguments)
-        else:  # a token's text may be spelt with JSON's escapes
+        else:  # JSON's escapes may spell a control token's text, so the parsed values are escaped
             inert = json.dumps(self._inert(arguments), ensure_ascii=False)
         return ToolCall(self._id(call.id), self._escape(call.name), inert)
 
@@ -125,7 +128,7 @@ class Telling:
         return self._escape(id_)
 
     def _inert(self, value: Any) -> Any:
-        """A JSON value of which no text is a control token's, nor a name."""
+        """Return a JSON value with control tokens' text made inert in its texts and names."""
         if isinstance(value, str):
             return self._escape(value)
         if isinstance(value, Mapping):
@@ -136,7 +139,7 @@ class Telling:
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool without what is not for the model."""
+    """Return a tool without the fields that are not for the model."""
     function = tool.get("function")
     if not isinstance(function, Mapping) or not any(name in function for name in _UNSHOWN):
         return tool

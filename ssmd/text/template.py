@@ -1,4 +1,4 @@
-"""Chat templates: from messages to the text that a model was trained to see."""
+"""Chat templates: from messages to the text format that a model was trained on."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ssmd.text.jinja.meter import MAX_DEPTH, Meter
 from ssmd.text.jinja.sandbox import Offered, Sandbox
 from ssmd.text.messages import Message
 
-MAX_SOURCE = 128 << 10  # characters; the longest in use have about 30,000
-MAX_DATE_FORMAT = 100
-# Stands behind a message that is to be continued. The space tells whether the template trims.
+MAX_SOURCE = 128 << 10  # characters of a template's source; the longest in use have about 30,000
+MAX_DATE_FORMAT = 100  # characters of a date format that a template passes to strftime_now
+# Marks the end of a message that is to be continued. If a space after it is gone, the template trims.
 _HERE = "\U0010fff8here\U0010fff8"
-# A width in front of a directive ("%999999999d") would be obeyed by the C library.
+# A width before a directive ("%999999999d"). The C library would write that many characters.
 _DATE_WIDTH = re.compile(r"(?<!%)(?:%%)*%[^A-Za-z%]*\d")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # what clients call it; the first is what templates read
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # clients' names for it; templates read the first
 OWN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 
 _sandbox = Sandbox()
@@ -34,14 +34,14 @@ _appending = AppendingSandbox()
 
 
 class TemplateError(ValueError):
-    """A template that cannot be read, or that refuses these messages: then the message is the template's own."""
+    """A template that cannot be read, or that refuses these messages; then the text is the template's own."""
 
 
 @dataclass(frozen=True)
 class Settled:
-    """Where a message begins in a text: the text before it stays, whatever is said from there on.
+    """The beginning of a message in a text. Messages from there on cannot change the text before it.
 
-    messages: those before it, of the whole conversation. characters: those of the text before it.
+    messages: messages of the whole conversation before it. characters: length of the text before it.
     """
 
     messages: int
@@ -50,7 +50,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text, and the last message of it before which all is settled; None if nothing is known to be."""
+    """A rendered text. settled: the last message before which the text is settled; None if no part is known to be."""
 
     text: str
     settled: Settled | None
@@ -58,8 +58,9 @@ class Rendered:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What a template is told beside the messages. tools: as OpenAI's API has them, `{"type": "function", …}` each;
-    variables: more names for it, such as enable_thinking. All of it is JSON. Two are equal if they are written alike.
+    """A template's input beside the messages, all JSON. Two are equal if their JSON text is equal.
+
+    tools: as in OpenAI's API, `{"type": "function", …}` each. variables: more names, such as enable_thinking.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -67,7 +68,7 @@ class Given:
 
     @cached_property
     def text(self) -> str:
-        """Both as JSON. The order of names is kept: templates write them as they stand."""
+        """Both as JSON. The order of names is kept, as templates write them in this order."""
         return json.dumps([self.tools, self.variables])
 
     def __eq__(self, other: object) -> bool:
@@ -81,13 +82,13 @@ NOTHING_MORE = Given()
 
 
 class Template(Protocol):
-    """What renders conversations: a ChatTemplate, here or in a process of its own (apart.py)."""
+    """A renderer of conversations: a ChatTemplate, in this process or in a child (apart.py)."""
 
     source: str
 
     @property
     def variables(self) -> frozenset[str]:
-        """The names that it looks up in what it is given, as ChatTemplate.variables. Raises TemplateError."""
+        """Return the names that the template looks up, as ChatTemplate.variables. Raises TemplateError."""
 
     def render(
         self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: Given = NOTHING_MORE
@@ -95,12 +96,12 @@ class Template(Protocol):
         """Render, as ChatTemplate.render does."""
 
     def render_settled(self, messages: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE) -> Rendered:
-        """Render, and tell what stays, as ChatTemplate.render_settled does."""
+        """Render, and return which part is settled, as ChatTemplate.render_settled does."""
 
     def render_after(
         self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE
     ) -> Rendered | None:
-        """Render from a message on, as ChatTemplate.render_after does; a process that was ended is a TemplateError."""
+        """Render from a message on, as ChatTemplate.render_after does. Raises TemplateError if the child ends."""
 
 
 class ChatTemplate:
@@ -113,7 +114,7 @@ class ChatTemplate:
             self._template = _sandbox.from_string(source)
         except jinja2.TemplateSyntaxError as err:
             raise TemplateError(f"chat template, line {err.lineno}: {err.message}") from err
-        except Exception as err:  # what Python's own compiler makes of nested or odd source
+        except Exception as err:  # of Python's own compiler, for nested or odd source
             raise TemplateError(f"the chat template cannot be compiled: {str(err) or type(err).__name__}") from err
         self.source = source
         self._special = {f"{name}_token": text for name, text in special.model_dump().items() if text is not None}
@@ -121,10 +122,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: Given = NOTHING_MORE
     ) -> str:
-        """The text for `messages`, with the generation prompt if `generate`.
+        """Return the text for `messages`, with the generation prompt if `generate`.
 
-        If then the last message is the assistant's, it is continued: the text ends right after its content.
-        `now` is the clock that the template sees. Raises TemplateError.
+        If `generate` and the last message is the assistant's, it is continued: the text ends right after its content.
+        now: the time that the template gets. Raises TemplateError.
         """
         if not generate or not messages or messages[-1].role != "assistant":
             return self._whole([_shown(m) for m in messages], now, generate, given)
@@ -133,10 +134,10 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names that it looks up in what it is given: any other variable changes nothing. Raises TemplateError."""
+        """Return the names that the template looks up. Other variables change nothing. Raises TemplateError."""
         try:
             return frozenset(meta.find_undeclared_variables(_sandbox.parse(self.source)))
-        except Exception as err:  # of source that nests deeper than Jinja's own functions go
+        except Exception as err:  # source that nests too deep for Jinja's recursive functions
             raise TemplateError(f"the chat template's variables are not known: {type(err).__name__}") from err
 
     def _whole(self, shown: Sequence[Mapping[str, Any]], now: datetime, generate: bool, given: Given) -> str:
@@ -144,18 +145,19 @@ class ChatTemplate:
         return self.render_json(shown, now=now, generate=generate, tools=tools, variables=variables)
 
     def render_settled(self, messages: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE) -> Rendered:
-        """The text of `render`, and how much of it stays when the conversation goes on. Raises TemplateError."""
+        """Return the text of `render`, and the part of it that later messages cannot change. Raises TemplateError."""
         done = self._append(messages[0], 0, messages, now, given) if len(messages) > 1 else None
         return done or Rendered(self.render(messages, now=now, given=given), None)
 
     def render_after(
         self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE
     ) -> Rendered | None:
-        """The text of `render` from a message on, without what stands before: as if that were rendered, too.
+        """Return the end of `render`'s text, from message `skipped` on, without rendering the messages before it.
 
-        `first` is the conversation's first message, `tail` those from number `skipped` on. The ones before, `now` and
-        `given` must be those of a rendering that was settled there. None if the template is not known to allow it, or
-        refuses: then all must be rendered. The text's `settled` counts characters from the text's own beginning.
+        first: the conversation's first message. tail: its messages from number `skipped` on. The messages before,
+        `now` and `given` must be those of a rendering that was settled there. The result's `settled` counts characters
+        from the beginning of this text. Returns None if the template is not known to allow this, or refuses: the
+        whole conversation must then be rendered.
         """
         return self._append(first, skipped, tail, now, given)
 
@@ -179,7 +181,7 @@ class ChatTemplate:
             return None
         finally:
             _appending.flow = None
-        # What was cut off behind an answer that is continued may have begun before the text.
+        # If an answer is continued, the text cut off after it may have begun before the returned text.
         if flow.refused or flow.begins is None or not (generate or text.strip()):
             return None
         if flow.settled is None or flow.settled[1] - at > len(text):
@@ -188,10 +190,10 @@ class ChatTemplate:
 
     @cached_property
     def _appended(self) -> jinja2.Template | None:
-        """The template for texts that only grow, None if this one's may not."""
+        """The template compiled for texts that only grow; None if its text is not known to do so."""
         try:
             return _appending.from_string(self.source)
-        except Exception:  # NotAppendable, and what Python's compiler makes of source that nests a little deeper so
+        except Exception:  # NotAppendable, or an error of Python's compiler, as this source nests a little deeper
             return None
 
     def render_json(
@@ -204,11 +206,11 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render messages as JSON has them: with tool calls and their results, content in parts, reasoning.
+        """Render messages given as JSON: with tool calls and their results, content in parts, reasoning.
 
-        The text is that of transformers' `apply_chat_template`: of a message, what is null is absent. `variables` are
-        more names for the template, such as enable_thinking. Nothing is continued. Raises TemplateError, also where
-        something given is not JSON.
+        The text is that of transformers' `apply_chat_template`. A message's null fields are left out. variables: more
+        names for the template, such as enable_thinking. No message is continued. Raises TemplateError, also if a given
+        value is not JSON.
         """
         more = self._named(variables or {})
         shown = [_named({k: v for k, v in message.items() if v is not None}) for message in messages]
@@ -216,42 +218,42 @@ class ChatTemplate:
         return _run(_sandbox, self._template, given, _own(now, generate), Meter(_characters(given), len(messages)))
 
     def _named(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Variables, and special tokens by their names. Raises TemplateError."""
+        """Return the variables and the special tokens by name. Raises TemplateError."""
         if taken := [name for name in OWN if name in variables]:
-            raise TemplateError(f"{taken[0]} is no variable to be given: the chat template has its own")
+            raise TemplateError(f"{taken[0]} cannot be given as a variable: the chat template has its own")
         return {**self._special, **variables}
 
 
 def _own(now: datetime, generate: bool) -> dict[str, Any]:
-    """What a template is given beside what is said."""
+    """Return the template's input that does not come from the request."""
     return {"add_generation_prompt": generate, "strftime_now": Offered(lambda pattern: _date(now, pattern))}
 
 
 def _run(sandbox: Sandbox, template: jinja2.Template, given: dict[str, Any], own: dict[str, Any], meter: Meter) -> str:
-    """What a template puts out. Raises TemplateError."""
+    """Run a template and return its text. Raises TemplateError."""
     sandbox.meter = meter
     parts: list[str] = []
     try:
         for part in template.generate({**given, **own}):
             meter.wrote(len(part))
             parts.append(part)
-        return "".join(parts)  # of texts, if the template puts out nothing else
+        return "".join(parts)  # fails if the template puts out anything but texts
     except jinja2.TemplateError as err:
         raise TemplateError(err.message or type(err).__name__) from err
-    except Exception as err:  # anything can go wrong in a template; the message is what there is to say
+    except Exception as err:  # a template can raise any error
         raise TemplateError(f"the chat template failed: {str(err) or type(err).__name__}") from err
     finally:
         sandbox.meter = None
 
 
 def _marked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages of which the last, the assistant's, is to be continued: a mark stands behind its content."""
+    """Return messages whose last one, the assistant's, is to be continued: a mark follows its content."""
     *before, last = messages
     return [*map(_shown, before), {**_shown(last), "content": f"{last.content}{_HERE} "}]
 
 
 def _shown(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: arguments as the object that they are."""
+    """Return a message as templates expect it: arguments of calls are objects."""
     fields = message.to_json()
     for call in fields.get("tool_calls", ()):
         arguments = read_arguments(call["function"]["arguments"])
@@ -261,7 +263,7 @@ def _shown(message: Message) -> dict[str, Any]:
 
 
 def _begun(text: str, content: str) -> str:
-    """A text up to its mark, which stands behind `content`. Raises TemplateError."""
+    """Return a text up to its mark, which must follow `content`. Raises TemplateError."""
     at = text.rfind(_HERE)
     if at < 0:
         raise TemplateError("the chat template drops the assistant's last message, so it cannot be continued")
@@ -273,13 +275,13 @@ def _begun(text: str, content: str) -> str:
 
 
 def _named(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose reasoning, if it has any, is there under the names that templates know."""
+    """Return a message with its reasoning, if it has any, under the names that templates read."""
     found = next((message[name] for name in _REASONING if name in message), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _characters(value: Any, depth: int = 0) -> int:
-    """Count the characters of all texts in a JSON value. Raises TemplateError if it is none, or nested too deep."""
+    """Count the characters of all texts in a JSON value. Raises TemplateError if it is not JSON or nests too deep."""
     if isinstance(value, str):
         return len(value)
     if value is None or isinstance(value, (bool, int, float)):

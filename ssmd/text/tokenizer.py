@@ -1,7 +1,7 @@
 """Text to token ids and back, with tokenizer.json through the `tokenizers` library.
 
-Control tokens (controls.py) count only where a template wrote them. Their text in a message is made inert by `escape`
-before rendering, and `encode` turns it into the plain text that it was.
+Control tokens (controls.py) count only where a template wrote them. `escape` makes their text in a message inert
+before rendering, and `encode` turns it back into plain text.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ssmd.text.decoding import DecoderError, Decoding, read_decoder
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork, and one text needs none
 MAX_FILE_BYTES = 256 << 20
-MAX_WHOLE = 512 << 10  # characters that have to be encoded at once: each takes up to 400 bytes then
-MAX_HOLDING = 64  # answers of `holding` that are kept
-MAX_TOKEN = 4096  # characters; the longest in use have some hundreds
-_LETTERS = str.maketrans("0123456789", "ghijklmnop")  # for digits, between which a text may be cut
+MAX_WHOLE = 512 << 10  # characters encoded at once where the text cannot be cut: each takes up to 400 bytes
+MAX_HOLDING = 64  # results of `holding` that are cached
+MAX_TOKEN = 4096  # characters of a token; the longest in use have some hundreds
+_LETTERS = str.maketrans("0123456789", "ghijklmnop")  # marks hold no digits: a text may be cut between two digits
 _PROBES = ("a", " a", "  a", "\na", "é", ".", "▁a", "1")
 
 
@@ -38,9 +38,9 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads texts in place of the library here: one that has opened the same file, with the same nonce.
+    """A reader in another process that has opened the same file with the same nonce. It replaces the library here.
 
-    start_matters: what it found out by reading (`Tokenizer.start_matters`). read: the ids of a piece of marked text.
+    start_matters: its result for `Tokenizer.start_matters`. read: returns the ids of a piece of marked text.
     """
 
     nonce: str
@@ -51,8 +51,8 @@ class Reader:
 class Tokenizer:
     """A model's tokenizer, made by `open`. Safe to use from several threads.
 
-    start_matters: whether text is read differently at the very start than after a control token. beginning: ids that
-    the file puts before every text; templates write them themselves.
+    start_matters: text is encoded differently at the very start than after a control token. beginning: ids that the
+    file puts before every text; templates write them themselves.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._holding: dict[tuple[str, ...], frozenset[int]] = {}
 
-        # The library is told to take special tokens' text for plain text. Where a template wrote a control token, it
-        # is replaced by a mark that the library knows as a token of its own; nobody can guess the marks.
+        # The library is set to encode special tokens' text as plain text. A control token that a template wrote is
+        # replaced by a mark, which the library has as a token of its own. A client cannot guess the marks.
         library.encode_special_tokens = True
         nonce = nonce.translate(_LETTERS)
         self._mark_of = {token: f"{FRAME}{nonce}{str(token).translate(_LETTERS)}{FRAME}" for token in self._special}
@@ -98,7 +98,7 @@ class Tokenizer:
 
     @property
     def is_apart(self) -> bool:
-        """Whether texts are read in another process."""
+        """True if texts are encoded in another process."""
         return self._reader is not None
 
     @staticmethod
@@ -110,10 +110,10 @@ class Tokenizer:
         reader: Reader | None = None,
         sha256: str | None = None,
     ) -> Tokenizer:
-        """Read a tokenizer.json. `stop_tokens` are control tokens whatever the file says. Raises TokenizerError.
+        """Read a tokenizer.json. Raises TokenizerError.
 
-        nonce: what nobody can guess, of 24 hexadecimal digits; of the `reader` if there is one. sha256: of the file
-        that it has to be, if it has to be a certain one.
+        stop_tokens: control tokens even if the file does not mark them special. nonce: 24 random hexadecimal digits; a
+        reader's nonce is used instead. sha256: the hash that the file must have; None accepts any file.
         """
         data = tokenizer_bytes(path)
         if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
@@ -145,23 +145,23 @@ class Tokenizer:
         return self._controls.unescape(text)
 
     def quote(self, text: str) -> str:
-        """Make plain what a text has of the characters that `escape` uses; control tokens' text in it counts."""
+        """Quote characters of the text that `escape` uses itself. Control tokens' text in it still counts."""
         return self._controls.quote(text)
 
     def encode(self, rendered: str) -> list[int]:
-        """Ids of rendered template text, no BOS added, as `ids`."""
+        """Return the ids of rendered template text as a list, like `ids`."""
         found: list[int] = self.ids(rendered).tolist()
         return found
 
     def ids(
         self, rendered: str, at_most: int | None = None, go_on: Callable[[], None] = lambda: None
     ) -> NDArray[np.int32]:
-        """Ids of rendered template text, no BOS added. Escaped parts become plain text, never a control token.
+        """Return the ids of rendered template text, without BOS. Escaped parts become plain text, not control tokens.
 
-        Equals the library's `encode(rendered, add_special_tokens=False)` where nothing is escaped. at_most: of more
-        than so many the first ones, at least so many, are enough. go_on: is called now and then, and may raise. Other
-        threads go on meanwhile. Raises TokenizerError if the text is no Unicode or cannot be told apart from a control
-        token, or the library gives up.
+        Equals the library's `encode(rendered, add_special_tokens=False)` where nothing is escaped. Other threads run
+        meanwhile. at_most: if there are more ids than this, the result may end anywhere after that many. go_on: called
+        before each piece; it may raise. Raises TokenizerError if the text is not Unicode, if it cannot be
+        distinguished from a control token, or if the library fails.
         """
         found, count = [], 0
         for piece in self._pieces(rendered):
@@ -173,7 +173,7 @@ class Tokenizer:
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
     def _pieces(self, rendered: str) -> Iterator[str]:
-        """Texts that have the ids of the whole, one after the other; with marks for control tokens."""
+        """Yield pieces of the text whose ids together are those of the whole, with marks for control tokens."""
         if self._place is not None or len(rendered) <= PIECE:
             yield from pieces(self._marked(rendered), self._place)
             return
@@ -189,11 +189,11 @@ class Tokenizer:
         return "".join(part if isinstance(part, str) else self._mark_of[part] for part in parts)
 
     def read(self, text: str) -> NDArray[np.int32]:
-        """The ids of a text with marks for control tokens. Raises TokenizerError."""
+        """Return the ids of a text with marks for control tokens. Raises TokenizerError."""
         if len(text) > MAX_WHOLE:
             raise TokenizerError(
-                f"it holds {len(text)} characters in a row that this tokenizer can only read at once; "
-                f"{MAX_WHOLE} are possible, so break them up"
+                f"the text holds {len(text)} characters in a row that this tokenizer can only read at once; "
+                f"at most {MAX_WHOLE} are allowed, so break them up"
             )
         if self._reader is not None:
             return self._reader.read(text)
@@ -211,7 +211,7 @@ class Tokenizer:
         raise TokenizerError("a message holds text that this tokenizer cannot tell apart from a control token")
 
     def _run(self, encode: Callable[..., Any], text: str) -> Any:
-        """The encoding of one text. Batches alone, even of one, let other threads go on."""
+        """Return the encoding of one text. It is passed as a batch, as the library frees the GIL only for batches."""
         try:
             return encode([text], add_special_tokens=False)[0]
         except TypeError:
@@ -222,25 +222,25 @@ class Tokenizer:
             raise
 
     def ends_at_control(self, rendered: str, at: int) -> bool:
-        """Whether encoding rendered[:at] and rendered[at:] apart gives the ids of the whole.
+        """Return True if encoding rendered[:at] and rendered[at:] separately gives the ids of the whole.
 
-        True at 0, at the end, and where a control token ends or starts (with the spaces that it swallows, if any).
+        True at 0, at the end, and where a control token ends or starts, including the spaces that it strips.
         """
         if at <= 0 or at >= len(rendered):
             return at in (0, len(rendered))
         return any(cut == at for cut in self._cuts(rendered, at))
 
     def last_cut(self, rendered: str, limit: int) -> int:
-        """The greatest position <= `limit` where `ends_at_control` holds. O(length), where trying them all is not."""
+        """Return the greatest position <= `limit` where `ends_at_control` is True. O(length) in all."""
         return limit if limit == len(rendered) else max(self._cuts(rendered, limit), default=0)
 
     def _cuts(self, rendered: str, limit: int) -> Iterator[int]:
         return self._controls.cuts(rendered, limit, behind=not self.start_matters)
 
     def spells(self, ids: Sequence[int], rendered: str) -> bool:
-        """Whether the ids stand for this rendered text, control tokens exactly where it has them.
+        """Return True if the ids spell this rendered text, with control tokens exactly where it has them.
 
-        They need not be the ids that `encode` would choose: sampled ones may cut the text elsewhere.
+        They may differ from the ids of `encode`: sampled tokens may divide the text elsewhere.
         """
         found: list[str | int] = []
         piece = bytearray()
@@ -249,13 +249,13 @@ class Tokenizer:
                 found += [piece.decode(errors="replace"), token]
                 piece.clear()
             elif not (data := self.token_bytes(token)):
-                return False  # an id that stands for nothing
+                return False  # an id without bytes
             else:
                 piece += data
         return [*found, piece.decode(errors="replace")] == list(self._controls.parts(rendered))
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for (a control token: its name); b"" for an id that is not in the vocabulary."""
+        """Return a token's bytes, for a control token those of its name; b"" for an id outside the vocabulary."""
         known = self._bytes.get(token)
         if known is None:
             if token in self._special:
@@ -267,16 +267,16 @@ class Tokenizer:
         return known
 
     def piece(self, token: int) -> str | None:
-        """The token as it stands in the vocabulary, None if it is not there (models pad their logits)."""
+        """Return the token as in the vocabulary; None if the id is not in it (models pad their logits)."""
         piece: str | None = self._library.id_to_token(token) if 0 <= token < self.vocabulary else None
         return piece
 
     def token_text(self, token: int) -> str:
-        """The text of a token; U+FFFD where it is only a part of a character."""
+        """Return a token's text, with U+FFFD for part of a character."""
         return self.token_bytes(token).decode(errors="replace")
 
     def holding(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """The tokens in which one of these texts stands. Of some 0.1 s the first time, and known from then on."""
+        """Return the tokens that contain one of these texts. The first call takes about 0.1 s; results are cached."""
         if texts not in self._holding:
             if len(self._holding) >= MAX_HOLDING:
                 self._holding.clear()
@@ -286,11 +286,14 @@ class Tokenizer:
         return self._holding[texts]
 
     def is_control(self, token: int) -> bool:
-        """Whether a token marks structure (or ends the answer) and is no part of the text."""
+        """Return True if a token marks structure or ends the answer, and is not part of the text."""
         return token in self._structure
 
     def _probe_start(self) -> bool:
-        """Whether text is encoded differently at the very start than after a control token (a prepended space)."""
+        """Return True if text is encoded differently at the very start than after a control token.
+
+        A tokenizer that prepends a space does so, for example.
+        """
         for token, mark in self._mark_of.items():
             a = self._controls.added[token]
             if a.lstrip or a.rstrip or a.single_word:
@@ -304,7 +307,7 @@ class Tokenizer:
 
 
 def tokenizer_bytes(path: Path) -> bytes:
-    """A tokenizer.json as it lies there. Raises TokenizerError."""
+    """Return the bytes of a tokenizer.json. Raises TokenizerError."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise TokenizerError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
@@ -314,7 +317,7 @@ def tokenizer_bytes(path: Path) -> bytes:
 
 
 def _gave_up(err: BaseException) -> bool:
-    """Whether the library stopped in the midst, on a regular expression that goes too far, say. No Exception tells."""
+    """Return True if the library panicked, for example over a regular expression. A panic is not an Exception."""
     return type(err).__name__ == "PanicException"
 
 

@@ -161,7 +161,7 @@ def test_a_file_that_others_may_have_read_or_written(held: Path) -> None:
         find(held)
     (held / FILE).unlink()
     os.mkfifo(held / FILE, 0o600)  # is not waited for
-    with pytest.raises(DaemonError, match="no regular file"):
+    with pytest.raises(DaemonError, match="not a regular file"):
         find(held)
 
 

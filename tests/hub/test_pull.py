@@ -217,13 +217,17 @@ def test_a_revision_is_pinned(hub: Mirror, source: Path, tmp_path: Path) -> None
         tmp_path, hub, "--revision", first
     ) | {"revision": "refs/pr/3"}
     assert sorted(p.name for p in in_place(tmp_path)) == sorted([first, second, "revisions.json"])
-    for revision, said in (("v9", "has no revision 'v9'"), ("\x1b[31m", "is no revision"), ("../x", "no revision")):
+    for revision, said in (
+        ("v9", "has no revision 'v9'"),
+        ("\x1b[31m", "is not a revision"),
+        ("../x", "not a revision"),
+    ):
         assert said in ssmd(tmp_path, hub, "pull", NAME, "--revision", revision).stderr
     home = tmp_path / "lied"
     hub.revisions["x"] = "../../../etc"
     assert "names '../../../etc' as the commit" in refused(home, hub, "pull", NAME, "--revision", "x")
     hub.listing = json.dumps({"sha": second, "siblings": []}).encode()
-    assert f"commit {first} was asked for" in refused(home, hub, "pull", NAME, "--revision", first)
+    assert f"commit {first} was requested" in refused(home, hub, "pull", NAME, "--revision", first)
 
 
 def test_to_another_folder(hub: Mirror, source: Path, tmp_path: Path) -> None:
@@ -347,7 +351,7 @@ def test_wrong_bytes_are_not_put_in_place(hub: Mirror, tmp_path: Path, file: str
         ({"lengths": {WEIGHTS: 5}}, "and sends 5"),
         ({"lengths": {WEIGHTS: 10**12}}, "and sends 1000000000000"),
         ({"lengths": {WEIGHTS: None}, "more": {WEIGHTS: 1 << 20}}, "more comes as model.safetensors"),
-        ({"more": {WEIGHTS: 1}}, "it cannot be believed"),
+        ({"more": {WEIGHTS: 1}}, "the two disagree"),
         ({"listed": {"config.json": {"size": 10}}}, "lists config.json with 10 bytes and sends"),
         ({"listed": {"config.json": {"size": -1}}}, "lists 'config.json' with the size -1"),
         ({"listed": {"config.json": {"size": True}}}, "with the size True"),
@@ -395,8 +399,8 @@ def test_names_that_are_none(hub: Mirror, tmp_path: Path) -> None:
     for name in ("tiny", "../tiny", "acme/..", "a/b/c", "acme/x\x1b[31m", "acme--x/y", "/acme", "", "a/b\n", "a/b.git"):
         assert not is_name(name)
     for name in ("tiny", "../../tiny"):
-        assert "is no model's name; expected owner/name" in refused(tmp_path, hub, "pull", name)
-    assert "is no model's name; did you mean smollm2? expected" in refused(tmp_path, hub, "pull", "smolm2")
+        assert "is not a model's name; expected owner/name" in refused(tmp_path, hub, "pull", name)
+    assert "is not a model's name; did you mean smollm2? expected" in refused(tmp_path, hub, "pull", "smolm2")
     assert not hub.asked
 
 
@@ -432,7 +436,7 @@ def test_a_login_is_for_its_own_hub(hub: Mirror, tmp_path: Path) -> None:
     [
         ("file:///etc/passwd", "redirects from http to file, which is not followed"),
         ("/circle", "redirects in a circle"),
-        ("http://a:b", "'http://a:b' is no address"),
+        ("http://a:b", "'http://a:b' is not an address"),
     ],
 )
 def test_redirects_that_are_not_followed(hub: Mirror, tmp_path: Path, where: str, said: str) -> None:
@@ -472,7 +476,7 @@ def test_a_proxy_that_does_not_answer_is_named(hub: Mirror, tmp_path: Path) -> N
         assert f"ALL_PROXY names a SOCKS proxy, {address.partition(':')[0]}://127.0.0.1:{port}, for which" in said
         assert "install socksio" in said
     said = refused(tmp_path, hub, **elsewhere, ALL_PROXY=f"ftp://me:{TOKEN}@x")
-    assert "ALL_PROXY is 'ftp://x', which is no proxy's address" in said
+    assert "ALL_PROXY is 'ftp://x', which is not a proxy's address" in said
 
 
 # Asked for by a command that needs it
@@ -584,7 +588,7 @@ def test_refusals_of_the_hub(hub: Mirror, tmp_path: Path) -> None:
     assert "or it is private" in refused(tmp_path, hub)
     assert "there is no model acme/tiny-llama at 127.0.0.1" in refused(tmp_path, hub, HF_TOKEN="hf_other")
     assert "there is no model acme/other" in refused(tmp_path, hub, "pull", "acme/other")
-    assert "characters that no token has" in refused(tmp_path, hub, HF_TOKEN="hf_\x1b")
+    assert "characters that are not allowed in a token" in refused(tmp_path, hub, HF_TOKEN="hf_\x1b")
     hub.api = (401, "")
     assert "does not accept the token in HF_TOKEN" in refused(tmp_path, hub, HF_TOKEN="hf_other")
     hub.api = (503, "")

@@ -142,7 +142,7 @@ def test_what_does_not_fit_leaves_what_was_there(artifacts: TinyArtifacts, tmp_p
     with pytest.raises(SourceError, match="not finite"):
         install(graph, copied, out, name="x")
     huge = altered(source, tmp_path / "huge", lambda t: t["model.norm.weight"].fill(3e38))
-    with pytest.raises(ProgramError, match="its logits are no numbers: the weights are damaged"):
+    with pytest.raises(ProgramError, match="its logits are not finite numbers: the weights are damaged"):
         install(graph, huge, out, name="x")
     assert (out / "artifact.json").read_bytes() == before
     assert [p.name for p in out.parent.iterdir()] == ["made"]
@@ -307,7 +307,7 @@ def test_fixed_capacities_are_all_there_are() -> None:
     header.device_class = "npu"
     assert bounded(header, {**config, "max_position_embeddings": 200}) == (128, 192)
     assert bounded(header, config, 192) == (128, 192)
-    with pytest.raises(RefitError, match=r"have a fixed size: --context 200 cannot be had, but 128, 192, 256$"):
+    with pytest.raises(RefitError, match=r"have a fixed size: --context 200 is not possible, only 128, 192, 256$"):
         bounded(header, config, 200)
 
 

@@ -322,8 +322,8 @@ def test_a_file_that_is_damaged(graph: StrippedGraph, tmp_path: Path) -> None:
         (whole[:-1], "do not hash to what it says; get it again"),
         (whole[:200] + bytes([whole[200] ^ 1]) + whole[201:], "do not hash"),
         (whole.replace(b"graph 1\n", b"graph 2\n", 1), "has format 2, this ssmd reads 1; install a newer ssmd"),
-        (b"PK", "is no stripped graph"),
-        (b"", "is no stripped graph"),
+        (b"PK", "is not a stripped graph"),
+        (b"", "is not a stripped graph"),
         (bytes(17 << 20), "is larger than"),
     ):
         file.write_bytes(data)

@@ -316,9 +316,9 @@ def deep(levels: int) -> Any:
         ({"tools": [{"x": object()}]}, "is given a object, which is not JSON"),
         ({"documents": [{"x": b"bytes"}]}, "is given a bytes, which is not JSON"),
         ({"tools": deep(100_000)}, "nests more than 64 deep"),
-        ({"variables": {"messages": []}}, "messages is no variable to be given"),
-        ({"variables": {"strftime_now": "x"}}, "strftime_now is no variable to be given"),
-        ({"variables": {"add_generation_prompt": False}}, "add_generation_prompt is no variable"),
+        ({"variables": {"messages": []}}, "messages cannot be given as a variable"),
+        ({"variables": {"strftime_now": "x"}}, "strftime_now cannot be given as a variable"),
+        ({"variables": {"add_generation_prompt": False}}, "add_generation_prompt cannot be given"),
     ],
 )
 def test_what_a_template_is_not_given(asked: Fields, said: str) -> None:

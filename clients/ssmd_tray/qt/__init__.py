@@ -1,1 +1,1 @@
-"""What is drawn and clicked. Needs the extra `tray`."""
+"""The tray's user interface. Needs the extra `tray`."""

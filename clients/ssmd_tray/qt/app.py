@@ -1,4 +1,4 @@
-"""The tray as a process: the icon, its menu, the window, and what watches the daemon."""
+"""The tray as a process: the icon, its menu, the window, and the thread that watches the daemon."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ class Tray(QObject):
             self._say({"start": "the daemon starts …", "restart": "the daemon ends and starts again …"}.get(name, ""))
 
     def _came(self, outcome: Outcome) -> None:
-        """What came of an action, in the thread of the window."""
+        """Handle the result of an action, in the window's thread."""
         if outcome.key == "page" and not outcome.failed:
             shown = QDesktopServices.openUrl(QUrl(outcome.words))
             self._say("" if shown else f"no browser was found: open {outcome.words.partition('#')[0]}")
         else:
             self._say(outcome.words)
             if outcome.failed and not self.window.isVisible():
-                self.window.unasked()  # who chose it in the menu hears what went wrong
+                self.window.unasked()  # an action chosen in the menu failed: the window shows the error
         self._redraw(always=True)
         self.watch.look()
 
@@ -127,7 +127,7 @@ class Tray(QObject):
         self._quiet.start()
 
     def saw(self, sight: Sight) -> None:
-        """Show what was seen. In the thread of the window."""
+        """Show a sight of the daemon. Called in the window's thread."""
         self._sight = sight
         if sight.address is not None:
             self._url = sight.address.url
@@ -162,7 +162,7 @@ class Tray(QObject):
         self._log.activateWindow()
 
     def _stirred(self, _: str) -> None:
-        """A file came into the data directory, or went: perhaps a daemon says where it is."""
+        """Look for a daemon, as a file was added to the data directory or removed: it may have its address."""
         if self._sight.found is None:
             self.watch.look()
 
@@ -212,7 +212,7 @@ def run(data_dir: Path, *, at_login: bool = False) -> int:
     server = QLocalServer()
     server.setSocketOptions(QLocalServer.SocketOption.UserAccessOption)
     name = socket_name(data_dir)
-    QLocalServer.removeServer(name)  # of one that was killed: who holds the lock is the only one
+    QLocalServer.removeServer(name)  # left by a killed tray: the holder of the lock is the only one
     server.listen(name)  # where that fails a second tray cannot have this one shown, and no more
     tray = Tray(data_dir, at_login=at_login)
     server.newConnection.connect(partial(_shown, server, tray))
@@ -227,12 +227,12 @@ def run(data_dir: Path, *, at_login: bool = False) -> int:
 
 
 def is_dark() -> bool:
-    """Whether this desktop is dark: told by the colours that windows get, as not every desktop says so itself."""
+    """Return True if this desktop is dark, by its windows' colours, as not every desktop reports it."""
     return bool(QGuiApplication.palette().color(QPalette.ColorRole.Window).lightness() < 128)
 
 
 def application() -> QApplication:
-    """The one that a process has."""
+    """Make the process's only QApplication."""
     app = QApplication(["ssmd-tray"])
     app.setApplicationName("ssmd-tray")
     app.setApplicationDisplayName("ssmd")
@@ -250,7 +250,7 @@ def _ask_first(data_dir: Path) -> int:
 
 
 def _shown(server: QLocalServer, tray: Tray) -> None:
-    """A second tray came, which somebody started: the window is wanted."""
+    """Show the window, as the user has started a second tray."""
     while (other := server.nextPendingConnection()) is not None:
         other.disconnected.connect(other.deleteLater)
         other.disconnectFromServer()

@@ -19,7 +19,7 @@ FAINT = {False: "#7d858f", True: "#8d96a0"}
 
 @cache
 def icon(state: Icon, dark: bool) -> QIcon:
-    """The icon for a state. dark: what it stands on."""
+    """Return the icon for a state. dark: the background is dark."""
     made = QIcon()
     for size in SIZES:
         made.addPixmap(pixmap(state, dark, size))
@@ -28,7 +28,7 @@ def icon(state: Icon, dark: bool) -> QIcon:
 
 @cache
 def pixmap(state: Icon, dark: bool, size: int) -> QPixmap:
-    """The icon as so many pixels."""
+    """Return the icon as `size` x `size` pixels."""
     drawn = QPixmap(size, size)
     drawn.fill(Qt.GlobalColor.transparent)
     painter = QPainter(drawn)
@@ -101,7 +101,7 @@ def _ring(painter: QPainter, colour: QColor) -> None:
 
 
 def _wave(painter: QPainter, colour: QColor, height: float) -> None:
-    """A state that goes on: one period of a sine."""
+    """Draw one period of a sine, the sign of a state that is carried on."""
     path = QPainterPath(QPointF(7.5, 16))
     for step in range(1, 35):
         x = 7.5 + step / 2

@@ -53,7 +53,7 @@ class Menu(QMenu):
         self._actions[name](checked) if name == "at_login" else self._actions[name]()
 
     def show_view(self, view: View) -> None:
-        """Offer what can be chosen now."""
+        """Offer the actions that are possible now."""
         _say(self._headline, f"ssmd: {view.headline}")
         numbers = f"TTFT {view.ttft.last}, TBT {view.tbt.last}, {view.rate} tokens/s"
         _say(self._numbers, numbers if view.answers else view.notice or "no daemon answers")

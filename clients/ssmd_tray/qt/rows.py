@@ -1,4 +1,4 @@
-"""The rows of requests and of models. They are changed in place: who stands on one by keyboard stays there."""
+"""The rows of requests and of models. They are changed in place, so that the keyboard focus stays on a row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RequestRow:
         grid.setColumnStretch(0, 1)
 
     def reached(self) -> list[QWidget]:
-        """What the keyboard comes to, in order."""
+        """Return the widgets that the keyboard reaches, in order."""
         return [self._stop]
 
     def update(self, row: Request) -> None:
@@ -63,7 +63,7 @@ class ModelRow:
         grid.setColumnStretch(0, 1)
 
     def reached(self) -> list[QWidget]:
-        """What the keyboard comes to, in order."""
+        """Return the widgets that the keyboard reaches, in order."""
         return [self._load, self._pin]
 
     def update(self, row: Model) -> None:
@@ -80,7 +80,7 @@ class ModelRow:
 
 
 class Rows(QWidget):
-    """Rows by key, in the order of the last update; what is to be said of them where there are none, or more."""
+    """Rows by key, in the order of the last update, with a text for no rows or too many."""
 
     def __init__(self, make: Callable[[], RequestRow | ModelRow], parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -93,11 +93,11 @@ class Rows(QWidget):
         self._layout.addWidget(self._none)
 
     def reached(self) -> list[QWidget]:
-        """What the keyboard comes to, in the order in which it stands."""
+        """Return the widgets that the keyboard reaches, from top to bottom."""
         return [one for row in self._rows.values() for one in row.reached()]
 
     def update_rows(self, rows: Sequence[tuple[str, object]], said: str) -> bool:
-        """Returns whether rows came, or changed places."""
+        """Show these rows. Returns True if rows were added or moved."""
         wanted = dict(rows)
         before = list(self._rows)
         for key in [key for key in self._rows if key not in wanted]:

@@ -14,7 +14,7 @@ _GAP_S = 4.0  # points further apart are of different answers
 
 
 class Sparkline(QWidget):
-    """Values over time. joined: whether a value a second makes a line; else each value stands for itself."""
+    """A plot of values over time. joined: a line through one value a second; else single points."""
 
     def __init__(self, joined: bool, parent: QWidget | None = None) -> None:
         super().__init__(parent)

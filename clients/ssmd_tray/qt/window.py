@@ -1,4 +1,4 @@
-"""The small window: what the daemon does, its numbers and their lines, what can be done."""
+"""The small window: the daemon's state, its numbers with their lines, and the possible actions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ _ICON = 36  # pixels, before the screen's scale
 
 
 class Window(QWidget):
-    """All that is known, while it is seen. actions: what is clicked, by name: page, copy, start, stop, restart, log,
-    look, quit, stop_request, load, unload, pin.
+    """The window, which is updated only while it is visible.
+
+    actions: functions of buttons by name: page, copy, start, stop, restart, log, look, quit, stop_request, load,
+    unload, pin.
     """
 
     def __init__(self, actions: Mapping[str, Act]) -> None:
@@ -68,13 +70,13 @@ class Window(QWidget):
         return QSize(470, 560)
 
     def show_view(self, view: View, dark: bool) -> None:
-        """Show what is known now, or when the window is next seen."""
+        """Show a view now, or when the window becomes visible."""
         self._view, self._dark = view, dark
         if self.isVisible():
             self._update(view)
 
     def say(self, words: str) -> None:
-        """Say what came of something that was clicked; "" takes it away."""
+        """Show the result of an action; "" removes it."""
         self._said = words
         self._tell()
 
@@ -84,13 +86,13 @@ class Window(QWidget):
         self._tell()
 
     def unasked(self) -> None:
-        """Appear without taking the keyboard from who types elsewhere."""
+        """Show the window without taking the keyboard focus from another one."""
         self.setAttribute(Qt.WidgetAttribute.WA_ShowWithoutActivating, True)
         self.show()
         self.setAttribute(Qt.WidgetAttribute.WA_ShowWithoutActivating, False)
 
     def asked(self) -> None:
-        """Appear in front, as somebody clicked for it."""
+        """Show the window in front, as the user clicked for it."""
         self.showNormal()
         self.raise_()
         self.activateWindow()
@@ -263,7 +265,7 @@ class Window(QWidget):
 
 
 def enabled(view: View) -> dict[str, bool]:
-    """What can be done now, by name."""
+    """Return, by action, True if it is possible now."""
     return {
         "page": view.answers,
         "copy": view.base_url is not None,
@@ -281,7 +283,7 @@ def _faint(text: str) -> QLabel:
 
 
 def _figure() -> QLabel:
-    """A number with its unit, which does not move what stands beside it."""
+    """Return a label for a number with its unit, of a width that does not change."""
     label = QLabel("-")
     label.setTextFormat(Qt.TextFormat.PlainText)
     label.setAlignment(Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter)

@@ -1,4 +1,4 @@
-"""Labels and buttons whose text is text, whoever wrote it."""
+"""Labels and buttons that show any text literally, also untrusted text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from PySide6.QtWidgets import QLabel, QSizePolicy, QWidget
 
 
 class Words(QLabel):
-    """Plain text, cut with an ellipsis where the window is narrow. reached: whether the keyboard comes to it."""
+    """A plain text, cut with an ellipsis if the window is narrow. reached: the keyboard reaches it."""
 
     def __init__(self, *, wrapped: bool = False, reached: bool = False, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -29,5 +29,5 @@ class Words(QLabel):
 
 
 def literal(text: str) -> str:
-    """A text for a menu or a button, in which & would underline."""
+    """Return a text for a menu or a button, where & would underline a letter."""
     return text.replace("&", "&&")

@@ -1,4 +1,4 @@
-"""A LaunchAgent of macOS, or (`system`) a LaunchDaemon. Nobody has run it on a Mac: its plist is read back, no more."""
+"""A LaunchAgent of macOS, or (`system`) a LaunchDaemon. Not tested on a Mac: tests only read its plist back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from ssmd.machine.services.service import NOT_ROOT, Definition, ServiceError, Status, asked, removed, written
 
 LABEL = "io.ssmd.daemon"
-THROTTLE_S = 10  # between two starts
-STOP_S = 30  # until what does not end is killed
-LOOK_S = 0.2
+THROTTLE_S = 10  # shortest time between two starts
+STOP_S = 30  # longest time to stop before the service is killed
+LOOK_S = 0.2  # time between checks if it has stopped
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Launchd:
 
     @staticmethod
     def here(*, system: bool, ask: bool = True) -> Launchd:
-        """Return the manager. Raises ServiceError. ask: as systemd's."""
+        """Return the manager. Raises ServiceError. ask: as for systemd."""
         user = getattr(os, "getuid", int)()
         if not system:
             home = Path.home()
@@ -50,7 +50,7 @@ class Launchd:
         return f"{self.domain}/{LABEL}"
 
     def text(self, definition: Definition) -> str:
-        """The property list: started at once, and again where it failed."""
+        """Return the property list: the service starts at once, and again if it failed."""
         said: dict[str, Any] = {
             "Label": LABEL,
             "ProgramArguments": list(definition.command),
@@ -70,7 +70,7 @@ class Launchd:
             raise ServiceError(f"a variable or path cannot be written into a property list: {err}") from err
 
     def install(self, definition: Definition) -> bool:
-        """Write the property list and load it; one that was loaded is loaded anew."""
+        """Write the property list and load it; a loaded service is loaded again."""
         new, before = written(self.file, self.text(definition)), self.status()
         if not new and before.running:
             return False
@@ -80,7 +80,7 @@ class Launchd:
         return True
 
     def _unload(self) -> None:
-        """Unload it, and wait until it has ended: it is loaded again only then."""
+        """Unload the service, and wait until it has ended: it can be loaded again only then."""
         asked(["launchctl", "bootout", self._target], fails=False)
         deadline = time.monotonic() + STOP_S
         while asked(["launchctl", "print", self._target], fails=False).returncode == 0:
@@ -89,7 +89,7 @@ class Launchd:
             time.sleep(LOOK_S)
 
     def uninstall(self) -> bool:
-        """Unload it, and remove the property list."""
+        """Unload the service, and remove the property list."""
         self._unload()
         return removed(self.file)
 
@@ -102,20 +102,20 @@ class Launchd:
         return Status(there, pid is not None, state[1] if state else "not loaded", int(pid[1]) if pid else None, there)
 
     def data_dir(self) -> Path | None:
-        """The data directory that the written property list names; None if it names none."""
+        """Return the data directory that the written property list names; None if it names none."""
         if not self.file.exists():
             return None
         variables = plistlib.loads(self.file.read_bytes())["EnvironmentVariables"]
         return Path(variables["SSMD_DATA_DIR"]) if "SSMD_DATA_DIR" in variables else None
 
     def start(self) -> None:
-        """Start it; one that was stopped is loaded first."""
+        """Start the service; load it first if it was stopped."""
         if not asked(["launchctl", "print", self._target], fails=False).stdout:
             asked(["launchctl", "bootstrap", self.domain, str(self.file)])
         asked(["launchctl", "kickstart", self._target])
 
     def stop(self) -> None:
-        """Unload it: launchd would start again what is killed."""
+        """Unload the service: launchd would restart a service that is only killed."""
         asked(["launchctl", "bootout", self._target])
 
     def log(self, lines: int, *, follow: bool) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The daemon as a service of the system: what is started, and what a manager of services can do with it."""
+"""The daemon as a service of the system: its definition and state, and the interface of service managers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Protocol
 NAME = "ssmd"
 DESCRIPTION = "ssmd, inference daemon for state-space and hybrid language models"
 NOT_ROOT = "a service of the machine is installed by root: put sudo in front, or leave --system out"
-WAIT_S = 60.0  # for what a manager does; the daemon gives its answers 10 s when it is stopped
+WAIT_S = 60.0  # longest run of a manager's command; a daemon that is stopped gives its answers 10 s
 
 
 class ServiceError(ValueError):
-    """The system's manager of services refused, or is not there; the message says what to do."""
+    """The system's service manager refused, or is missing; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,22 @@ class Manager(Protocol):
         """Write the definition, enable it, and start the service. Returns False if nothing had to change."""
 
     def uninstall(self) -> bool:
-        """Stop it and remove the definition; False if there was none."""
+        """Stop the service and remove its definition. Returns False if there was none."""
 
     def status(self) -> Status:
-        """Look at it."""
+        """Return the state of the service."""
 
     def data_dir(self) -> Path | None:
         """Return the data directory of the installed service; None if it names none."""
 
     def start(self) -> None:
-        """Start it, if it does not run."""
+        """Start the service, if it does not run."""
 
     def stop(self) -> None:
-        """Stop it, as SIGTERM does."""
+        """Stop the service, as SIGTERM does."""
 
     def log(self, lines: int, *, follow: bool) -> Sequence[str] | None:
-        """The command that shows what it wrote; None where only the daemon's own log has that."""
+        """Return the command that shows the service's output; None if only the daemon's own log has it."""
 
 
 def asked(command: Sequence[str], *, fails: bool = True) -> subprocess.CompletedProcess[str]:
@@ -90,7 +90,7 @@ def asked(command: Sequence[str], *, fails: bool = True) -> subprocess.Completed
             stdin=subprocess.DEVNULL,
         )
     except FileNotFoundError:
-        raise ServiceError(f"there is no {command[0]} here, so there are no services to install") from None
+        raise ServiceError(f"{command[0]} is not installed here, so a service cannot be installed") from None
     except subprocess.TimeoutExpired:
         raise ServiceError(f"`{' '.join(command)}` does not end within {WAIT_S:.0f} s") from None
     if fails and done.returncode:
@@ -100,7 +100,7 @@ def asked(command: Sequence[str], *, fails: bool = True) -> subprocess.Completed
 
 
 def written(file: Path, text: str, *, encoding: str = "utf-8") -> bool:
-    """Write a definition, whole or not at all; False if it said that already. Raises ServiceError."""
+    """Write a definition, whole or not at all. Returns False if the file has this text already. Raises ServiceError."""
     data = text.encode(encoding)
     try:
         if file.is_file() and file.read_bytes() == data:
@@ -116,7 +116,7 @@ def written(file: Path, text: str, *, encoding: str = "utf-8") -> bool:
 
 
 def removed(file: Path) -> bool:
-    """Remove a definition; False if there was none. Raises ServiceError."""
+    """Remove a definition. Returns False if there was none. Raises ServiceError."""
     try:
         file.unlink()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A unit of systemd: of this user, or (`system`) of the machine under a user of its own that systemd makes up."""
+"""A unit of systemd: of this user, or (`system`) of the machine, which runs as a dynamic user of systemd."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from ssmd.machine.services.service import (
 
 UNIT = f"{NAME}.service"
 SYSTEM_DATA = f"/var/lib/{NAME}"
-# A user that systemd makes up has no home, and so no folder of settings.
+# A dynamic user of systemd has no home, and so no folder of settings.
 _OF_THE_MACHINE = {
     "HOME": SYSTEM_DATA,
     "SSMD_CACHE_DIR": f"/var/cache/{NAME}",
     "SSMD_DATA_DIR": SYSTEM_DATA,
     "XDG_CONFIG_HOME": "/etc",
 }
-# What a manager without rights of its own can set: no namespaces, which some distributions forbid to users.
+# Settings that a user's manager can apply without rights. They need no namespaces: some distributions forbid users
+# to make these.
 _USER = """\
 NoNewPrivileges=yes
 LockPersonality=yes
@@ -84,7 +85,10 @@ class Systemd:
 
     @staticmethod
     def here(*, system: bool, ask: bool = True) -> Systemd:
-        """Return the manager. Raises ServiceError if `ask` and no systemd answers: to write a unit needs none."""
+        """Return the manager. Raises ServiceError if `ask` is True and systemd does not answer.
+
+        ask: False if only a unit is written, which does not need systemd.
+        """
         if system:
             found = Systemd(Path("/etc/systemd/system") / UNIT, True)
             if ask and sys.platform != "win32" and os.getuid():
@@ -101,7 +105,7 @@ class Systemd:
         return found if system else found._where_it_looks()
 
     def _where_it_looks(self) -> Systemd:
-        """The unit in the folder of this user's units: systemd's own variables tell it which, not those of a shell."""
+        """Return the manager with this user's unit folder, as systemd reports it: a shell's variables may differ."""
         shown = asked([*self._systemctl, "show", "--property=UnitPath", "--value"]).stdout
         folder = next((one for one in shlex.split(shown) if one.endswith("/systemd/user")), self.file.parent)
         return replace(self, file=Path(folder) / UNIT)
@@ -116,7 +120,7 @@ class Systemd:
         return ["systemctl", "--no-pager"] if self.system else ["systemctl", "--user", "--no-pager"]
 
     def text(self, definition: Definition) -> str:
-        """The unit."""
+        """Return the text of the unit."""
         environment = dict(definition.environment)
         if self.system:
             environment = _OF_THE_MACHINE | environment
@@ -143,7 +147,7 @@ class Systemd:
         return "\n".join(lines)
 
     def install(self, definition: Definition) -> bool:
-        """Write the unit, enable and start it; a daemon that runs as another unit said is restarted."""
+        """Write the unit, enable it and start the daemon. A daemon that runs with another unit text is restarted."""
         new = written(self.file, self.text(definition))
         before = self.status()
         if not new and before.running and before.starts:
@@ -155,7 +159,7 @@ class Systemd:
         return True
 
     def uninstall(self) -> bool:
-        """Stop it, and remove the unit; also one whose file somebody removed, and that runs on."""
+        """Stop the daemon and remove the unit, even if the unit's file was removed while the daemon ran on."""
         if not self.status().installed:
             return False
         asked([*self._systemctl, "stop", UNIT], fails=False)
@@ -177,7 +181,7 @@ class Systemd:
         return Status(there, active == "active", state, pid, found.get("UnitFileState") == "enabled")
 
     def data_dir(self) -> Path | None:
-        """The data directory that the written unit names; None if it names none."""
+        """Return the data directory that the written unit names; None if it names none."""
         if self.file.exists():
             found = re.search(r'^Environment="SSMD_DATA_DIR=(.*)"$', self.file.read_text("utf-8"), re.MULTILINE)
             return Path(re.sub(r"\\(.)", r"\1", found[1]).replace("%%", "%")) if found else None
@@ -193,7 +197,7 @@ class Systemd:
         asked([*self._systemctl, "stop", UNIT])
 
     def log(self, lines: int, *, follow: bool) -> Sequence[str] | None:
-        """The journal's lines; None where no journal is kept."""
+        """Return the command that shows the journal's lines; None if no journal is kept."""
         journal = ["journalctl", *([] if self.system else ["--user"]), "-u", UNIT, "--no-pager", "-n"]
         if not asked([*journal, "1", "-q"], fails=False).stdout.strip():
             return None
@@ -215,10 +219,10 @@ def _groups() -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word as systemd reads it: no specifier in it is one."""
+    """Return a word quoted for systemd, with its specifiers escaped. Raises ServiceError if a unit cannot hold it."""
     if any(c in word for c in "\n\r\0"):
-        raise ServiceError(f"{word!r} has a line end, which no unit can hold")
+        raise ServiceError(f"{word!r} contains a line end or null character, which a unit cannot hold")
     if any("\ud800" <= c <= "\udfff" for c in word):
-        raise ServiceError(f"{word!r} is not of UTF-8, as all of a unit has to be")
+        raise ServiceError(f"{word!r} is not valid UTF-8, which a unit must be")
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'

@@ -1,4 +1,4 @@
-"""A task of Windows' Task Scheduler, at logon of this user, which takes no rights. Nobody has run this on Windows."""
+"""A task of Windows' Task Scheduler at this user's logon, which needs no special rights. Not tested on Windows."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _XML = """\
   </Actions>
 </Task>
 """
-_STATUS, _RESULT = 3, 6  # columns of what schtasks says at length
-_RUNS = "267009"  # SCHED_S_TASK_RUNNING, in every language; the status is in that of Windows
+_STATUS, _RESULT = 3, 6  # columns of schtasks' verbose output
+_RUNS = "267009"  # SCHED_S_TASK_RUNNING, the same in every language; the status column is in Windows' language
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TaskScheduler:
 
     @staticmethod
     def here(*, system: bool) -> TaskScheduler:
-        """Raises ServiceError."""
+        """Return the manager. Raises ServiceError if `system`."""
         if system:
             raise ServiceError("on Windows the daemon starts with a user's logon; leave --system out")
         local = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -60,7 +60,7 @@ class TaskScheduler:
         return TaskScheduler(local / NAME / "service.xml", user)
 
     def text(self, definition: Definition) -> str:
-        """The task. A task has no variables of its own: those that differ are set by the Python that starts."""
+        """Return the task's XML. A task cannot set variables, so its Python sets those of the definition."""
         python = PureWindowsPath(definition.command[0])
         windowless = str(python.with_name("pythonw.exe")) if python.name.lower() == "python.exe" else str(python)
         arguments = list(definition.command[1:])
@@ -82,7 +82,7 @@ class TaskScheduler:
         new, before = written(self.file, self.text(definition), encoding="utf-16"), self.status()
         if not new and before.running:
             return False
-        if before.running:  # else the task would begin no second one
+        if before.running:  # a running task would not be started a second time
             asked(["schtasks", "/End", "/TN", NAME], fails=False)
         asked(["schtasks", "/Create", "/TN", NAME, "/XML", str(self.file), "/F"])
         self.start()
@@ -103,7 +103,7 @@ class TaskScheduler:
         return Status(there, running, row[_STATUS] if there else "not registered", None, there)
 
     def data_dir(self) -> Path | None:
-        """The data directory that the written task names; None if it names none."""
+        """Return the data directory that the written task names; None if it names none."""
         if not self.file.exists():
             return None
         found = re.search(r"os\.environ\['SSMD_DATA_DIR'\] = ('[^']*')", self.file.read_text("utf-16"))
@@ -114,16 +114,19 @@ class TaskScheduler:
         asked(["schtasks", "/Run", "/TN", NAME])
 
     def stop(self) -> None:
-        """End the task; the command line asks the daemon itself first."""
+        """End the task; the command `ssmd service stop` asks the daemon itself first."""
         asked(["schtasks", "/End", "/TN", NAME])
 
     def log(self, lines: int, *, follow: bool) -> Sequence[str] | None:
-        """None: the daemon's own log has all there is."""
+        """Return None: only the daemon's own log has its output."""
         return None
 
 
 def _literal(text: str) -> str:
-    """A text as Python reads it, without what a command line or the Task Scheduler would change: quotes, % and $."""
+    """Return a text as a Python literal, without characters that a command line or the Task Scheduler would change.
+
+    These are double quotes, % and $.
+    """
     return "'" + "".join(c if c.isascii() and (c.isalnum() or c in " :/._,-") else _escaped(c) for c in text) + "'"
 
 

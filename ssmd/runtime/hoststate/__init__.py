@@ -1,1 +1,1 @@
-"""Programs over graphs with flat IO whose state the host keeps: what the runtimes on a processor share."""
+"""Programs over graphs with flat IO whose state lies in host memory. The runtimes on a processor share them."""

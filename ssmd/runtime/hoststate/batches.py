@@ -33,8 +33,8 @@ _FLOAT32 = np.dtype(np.float32)
 _TIMES = 6  # times that a step is measured; the least counts
 _QUIET = 1.2  # bound of the median in least times, else another process computes as well
 _CLEARLY = 0.95  # bound of a lanes' step for one stream, in single steps, to be used for one stream
-Stream = tuple[Slot, int, int, int]  # the side of a slot that is read, the position, and the token to feed there
-Alone = Callable[[Stream], tuple[Logits, NewRows]]  # computes the step of one stream, of which nothing is kept
+Stream = tuple[Slot, int, int, int]  # slot, the side of it that is read, position, token to feed there
+Alone = Callable[[Stream], tuple[Logits, NewRows]]  # computes the step of one stream without committing it
 
 
 class Notes(Protocol):
@@ -44,7 +44,7 @@ class Notes(Protocol):
         """Return the ms of a single step and of one of `lanes`, if noted for this graph on this machine."""
 
     def write(self, lanes: int, alone: Cost, together: Cost) -> None:
-        """Note the costs of a trial. Raises nothing."""
+        """Note the costs of a trial. Never raises."""
 
 
 class LanesCall(Protocol):
@@ -64,18 +64,18 @@ class LanesGraph(Protocol):
     ) -> LanesCall:
         """Return a call that reads and writes these arrays for all lanes together.
 
-        What a lane reads and writes of its own is given with `LanesCall.put`.
+        The arrays of a single lane are given with `LanesCall.put`.
         """
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
-        """Drop what was bound to arrays inside `memory`, which is about to go away."""
+        """Drop all bindings to arrays inside `memory`, which is about to be freed."""
 
     def close(self) -> None:
         """Free the graph."""
 
 
 class Batch:
-    """The signature for so many lanes. idle: a slot for lanes without a stream; its contents are not used."""
+    """The signature of a step in `lanes` lanes. idle: a slot for lanes without a stream; its contents are not used."""
 
     def __init__(
         self, graph: LanesGraph, lanes: int, vocabulary: int, groups: tuple[RowGroup, ...], idle: Slot
@@ -91,8 +91,7 @@ class Batch:
         self._bounds: list[Any] = [None] * lanes
 
     def run(self, streams: Sequence[Stream], logits: Sequence[Logits]) -> None:
-        """Compute a step of at most as many streams as there are lanes, without committing it, and fill the logits of
-        each."""
+        """Compute a step of at most `lanes` streams, without committing it, and fill the logits of each."""
         lanes = self.seats([slot for slot, *_ in streams])
         self.compute(dict(zip(lanes, streams, strict=True)))
         new = self.rows.taken(1)
@@ -101,7 +100,7 @@ class Batch:
             row[...] = self.logits[lane]
 
     def compute(self, seated: Mapping[int, Stream]) -> None:
-        """Compute a step of streams by their lanes; their slots' rows are left alone."""
+        """Compute a step of streams by lane. Their slots' rows are not changed."""
         for lane in range(self.lanes):
             slot, side, position, token = seated.get(lane, (self._idle, 0, 0, 0))
             self._tokens[lane], self._pos[lane] = token, position
@@ -121,7 +120,7 @@ class Batch:
         return [next(free) if lane is None else lane for lane in kept]
 
     def drop(self, slot: Slot) -> None:
-        """Drop a slot, and what was bound to its memory."""
+        """Drop a slot, and all bindings to its memory."""
         self.leave(slot)
         for block in slot.blocks:
             self.graph.forget(block)
@@ -167,7 +166,7 @@ class Batches:
         self._closed = False
 
     def parts(self, streams: int) -> Calls:
-        """Return the cheapest calls for a step of so many streams. Never waits: a thread opens what is missing."""
+        """Return the cheapest calls for a step of `streams` streams. Never waits: a thread opens missing graphs."""
         wanted = self._wanted(streams)
         if wanted and not self._closed and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self.open, args=(streams,), name="ssmd-batches", daemon=True)
@@ -175,14 +174,16 @@ class Batches:
         return cheapest(streams, tuple(sorted(self.costs.items())))
 
     def step_cost(self, streams: int) -> float:
-        """Return the cost of a step of so many streams; a step of one costs 1."""
+        """Return the cost of a step of `streams` streams; a step of one costs 1."""
         costs = self.costs
         calls = cheapest(streams, tuple(sorted(costs.items())))
         return sum(costs[lanes].of(seated, lanes) for lanes, seated in calls) / costs[1].one
 
     def run(self, lanes: int, streams: Sequence[Stream], logits: Sequence[Logits]) -> bool:
-        """Compute a step in so many lanes, which `parts` named, and fill the logits of each. Returns False if that
-        failed: the graph is not used any more."""
+        """Compute a step in `lanes` lanes, a number from `parts`, and fill the logits of each stream.
+
+        Returns False if it fails: the graph is not used any more.
+        """
         try:
             self._opened[lanes].run(streams, logits)
         except GraphError as err:
@@ -193,7 +194,7 @@ class Batches:
         return True
 
     def open(self, streams: int) -> None:
-        """Open and try the batches for a step of so many streams. Takes half a second; the caller must hold no lock."""
+        """Open and try the batches for a step of `streams` streams. The caller must hold no lock: it takes 0.5 s."""
         with self._opening:
             for size in self._wanted(streams):
                 if self._closed:
@@ -215,7 +216,7 @@ class Batches:
         self.open(max(self._sizes, default=1))
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
-        """Drop what was bound to arrays inside `memory`."""
+        """Drop all bindings to arrays inside `memory`."""
         for batch in self._opened.values():
             batch.graph.forget(memory)
 
@@ -225,7 +226,7 @@ class Batches:
             batch.leave(slot)
 
     def close(self) -> None:
-        """Close the graphs. The caller holds the turn: a trial that is under way finds them closed."""
+        """Close the graphs. The caller holds the turn, so a trial in progress finds them closed."""
         self._closed = True
         for batch in self._opened.values():
             batch.graph.close()
@@ -233,7 +234,7 @@ class Batches:
         self.costs = {1: Cost(1.0, 1.0)}
 
     def join(self) -> None:
-        """Wait for what is being opened or tried. Called without the turn, after `close`."""
+        """Wait for graphs that are being opened or tried. Called without the turn, after `close`."""
         if self._thread is not None:
             self._thread.join()
         with self._opening:
@@ -245,7 +246,7 @@ class Batches:
         return [size for size in self._sizes[: upto + 1] if size not in self._tried] if streams > 1 else []
 
     def _try(self, batch: Batch) -> None:
-        """Take a batch into use if each lane gives what a step alone gives, bit for bit, in less time."""
+        """Take a batch into use if each lane gives the bits of a single step, in less time."""
         try:
             with self._scratch() as first, self._scratch() as second:
                 why = self._differing(batch, [first, second])
@@ -253,7 +254,7 @@ class Batches:
                     alone, together, quiet = self._timed(batch, [first, second])
                     if together.full >= batch.lanes * alone.one:
                         why = f"together they take {together.full:.1f} ms, one {alone.one:.1f}"
-                for slot in (first, second):  # whose memory another slot may get
+                for slot in (first, second):  # another slot may get their memory
                     batch.drop(slot)
         except (GraphError, MemoryError) as err:
             why = str(err) or "there is no memory"
@@ -300,7 +301,7 @@ class Batches:
                 logits, rows = self._alone(stream)
                 expected.append([a.copy() for a in (logits, *rows.lane(0), *states)])
         for first in range(0, batch.lanes, 2):
-            for slot, memory in zip(slots, began, strict=True):  # which a step may have written
+            for slot, memory in zip(slots, began, strict=True):  # a step may have written in place
                 np.copyto(slot.arenas[0], memory)
             with self._turn:
                 self._check_open()
@@ -312,9 +313,9 @@ class Batches:
         return ""
 
     def _timed(self, batch: Batch, slots: Sequence[Slot]) -> tuple[Cost, Cost, bool]:
-        """Return (cost of a single step, cost of a lanes' step, whether the machine was quiet). Costs are in ms.
+        """Return (cost of a single step, cost of a lanes' step, True if the machine was quiet). Costs are in ms.
 
-        If it was not quiet, lanes count as no faster than a single step, whatever was measured.
+        If it was not quiet, lanes count as no faster than a single step, even if the measured times are shorter.
         """
         full: dict[int, Stream] = {lane: (slots[lane % 2], 0, 3, 1) for lane in range(batch.lanes)}
         steps: tuple[Callable[[], object], ...] = (
@@ -327,7 +328,7 @@ class Batches:
             for times, step in zip(took, steps, strict=True):
                 with self._turn:
                     self._check_open()
-                    step()  # which may change sizes
+                    step()  # untimed, as it may change sizes
                     began = time.perf_counter()
                     step()
                     times.append((time.perf_counter() - began) * 1e3)

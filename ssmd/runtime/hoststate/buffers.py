@@ -1,4 +1,4 @@
-"""Memory that a runtime and numpy share: aligned blocks, arrays carved from them, and snapshots that are used again."""
+"""Memory that a runtime and numpy share: aligned blocks, arrays carved from them, and reused blocks for snapshots."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 
 from ssmd.runtime.hoststate.graph import Array, Tensor
 
-ALIGNMENT = 64  # bytes; what runtimes ask of host memory
+ALIGNMENT = 64  # bytes; alignment that runtimes require of host memory
 Memory = NDArray[np.uint8]
 _MADV_POPULATE_WRITE = 23
 
 
 def aligned(nbytes: int) -> Memory:
-    """Allocate `nbytes` zero bytes at an aligned address. The system gives pages when they are first written."""
+    """Allocate `nbytes` zero bytes at an aligned address. The system provides pages when they are first written."""
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     offset = -raw.ctypes.data % ALIGNMENT
     return raw[offset : offset + nbytes]
 
 
 def carve(tensors: Mapping[str, Tensor], memory: Memory | None = None) -> tuple[Memory, dict[str, Array]]:
-    """One block (a new one unless given) and an aligned array in it for each tensor, in order."""
+    """Return a block (a new one unless `memory` is given), and an aligned array in it for each tensor, in order."""
     sizes = {name: int(np.prod(t.shape)) * t.dtype.itemsize for name, t in tensors.items()}
     total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
     block = aligned(total) if memory is None else memory
@@ -41,20 +41,21 @@ def carve(tensors: Mapping[str, Tensor], memory: Memory | None = None) -> tuple[
 
 
 def stack_bytes(count: int, shape: tuple[int, ...]) -> int:
-    """Bytes of `count` arrays of float32, each of them aligned."""
+    """Return the bytes of `count` arrays of float32, each of them aligned."""
     return count * -(-int(np.prod(shape)) * 4 // ALIGNMENT) * ALIGNMENT
 
 
 def stacked(memory: Memory, count: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """An array (count, *shape) of float32 at the beginning of `memory`, each of whose `count` parts is aligned."""
+    """Return a float32 array (count, *shape) at the beginning of `memory`. Each of its `count` parts is aligned."""
     size, nbytes = int(np.prod(shape)), stack_bytes(count, shape)
     parts: NDArray[np.float32] = memory[:nbytes].view(np.float32).reshape(count, -1)[:, :size].reshape(count, *shape)
     return parts
 
 
 class Lease:
-    """Says how long memory is lent. `np.asarray(lease)` is an array over `memory` and the base of all its views: alive
-    as long as any of them is.
+    """The lifetime of lent memory. `np.asarray(lease)` is an array over `memory` and the base of all its views.
+
+    The lease lives as long as any of them does.
     """
 
     def __init__(self, memory: NDArray[Any]) -> None:
@@ -63,9 +64,9 @@ class Lease:
 
 
 def populate(blocks: Sequence[Memory]) -> None:
-    """Ask the system for the pages of these blocks in the background; what they hold does not change.
+    """Ask the system for the pages of these blocks in the background. Their contents do not change.
 
-    A hint: Linux 5.14 and later take it, elsewhere pages come when they are first written.
+    This is a hint. Linux supports it from 5.14 on; elsewhere the pages come when they are first written.
     """
     if sys.platform != "linux" or not blocks:
         return
@@ -82,13 +83,16 @@ def populate(blocks: Sequence[Memory]) -> None:
 
 
 class Snapshots:
-    """Blocks of one size for copies of recurrent state, given back when the last array over them is gone.
+    """Blocks of one size for copies of recurrent state. A block is reused when the last array over it is gone.
 
     Copying 22 MB takes 2 ms into a block that was used before and 33 ms into fresh memory. Thread-safe.
     """
 
     def __init__(self, nbytes: int, *, ready: int, spare_bytes: int) -> None:
-        """`ready` blocks are touched now; at most `spare_bytes` (but one block at least) are kept idle later."""
+        """ready: blocks that are written once now, so that they have their pages. spare_bytes: most idle bytes to keep.
+
+        At least one idle block, and at least `ready` blocks, are kept.
+        """
         self._nbytes = nbytes
         self._most = max(ready, 1, spare_bytes // max(nbytes, 1))
         self._spare: list[Memory] = []
@@ -99,7 +103,7 @@ class Snapshots:
             self._spare.append(block)
 
     def copy(self, source: Memory) -> Memory:
-        """A copy of `source` that nobody else writes to as long as it, or a view of it, lives."""
+        """Return a copy of `source`. Its memory is not reused while it or a view of it lives."""
         with self._lock:
             block = self._spare.pop() if self._spare else None
         if block is None:

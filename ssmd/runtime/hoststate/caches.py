@@ -1,12 +1,12 @@
-"""The caches of keys and values of one handle, in memory that they grow within.
+"""The caches of keys and values of one handle, which grow within their memory.
 
-Shapes as the graph has them (L layers of one shape, S = capacity of the caches, T = tokens of a step):
+Shapes in the graph (L layers of one shape, S = capacity of the caches, T = tokens of a step):
 
     key    (Hkv, S, D)      new rows of a step: (Hkv, T, D)
     value  (Hkv, D, S)      new rows of a step: (Hkv, D, T)
 
-A step attends over all S slots, so S stays near the position: it grows often. Moving up within memory that is there
-costs no new pages but those of the added slots, and no second copy.
+A step attends over all S slots, so S stays near the position, and grows often. Growing within the same memory needs
+new pages only for the added slots, and no second copy.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ssmd.runtime.hoststate.graph import SLOTS, Array
 
 _FLOAT32 = np.dtype(np.float32)
 _MASKED = np.float32(-6e4)  # added to a score: its softmax is exactly 0
-_ROOM = 2  # times the capacity that new memory has room for: addresses only, until they are written
-_ASKED_BYTES = 64 << 20  # that are taken only where the system says that it has them: it gives addresses in any case
+_ROOM = 2  # room of new memory, in capacities: only addresses, until they are written
+_ASKED_BYTES = 64 << 20  # bytes above which free memory is checked first: the system gives addresses in any case
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """All key or all value tensors of one shape: their rows are written together, whatever the number of layers."""
+    """All key or all value tensors of one shape. Their rows are written together, for any number of layers."""
 
     kind: str
     heads: int
@@ -45,7 +45,7 @@ class RowGroup:
         return (heads, rows, self.dim) if self.kind == "key" else (heads, self.dim, rows)
 
     def tokens(self, array: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
-        """The token range of a stacked array (L, Hkv, S, D) or (L, Hkv, D, S), as a view."""
+        """Return a token range of a stacked array (L, Hkv, S, D) or (L, Hkv, D, S), as a view."""
         return array[:, :, start:stop] if self.kind == "key" else array[:, :, :, start:stop]
 
     def canonical(self, part: NDArray[Any]) -> NDArray[Any]:
@@ -61,16 +61,18 @@ def row_groups(spec: StateSpec) -> tuple[RowGroup, ...]:
 
 
 def room_for(capacity: int, context: int) -> int:
-    """Count the rows that new memory has room for, of caches with this capacity now and `context` slots at most."""
+    """Return the rows that new memory has room for. capacity: that of the caches now. context: the most slots."""
     return max(capacity, min(context, _ROOM * capacity))
 
 
 class Caches:
-    """Keys and values of all layers. capacity: slots that the graph sees. stacks: (L, *) for each group; arrays: the
-    same by tensor, and the mask."""
+    """Keys and values of all layers.
+
+    capacity: slots that the graph sees. stacks: (L, *) for each group. arrays: the same by tensor, and the mask.
+    """
 
     def __init__(self, groups: tuple[RowGroup, ...], capacity: int, context: int, masked: bool) -> None:
-        """`context`: the most slots there can be; `masked`: whether the graph is told which slots count."""
+        """context: the most slots there can be. masked: the graph has an input that says which slots count."""
         self.groups = groups
         self._context = context
         self._masked = masked
@@ -83,19 +85,22 @@ class Caches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were ever written."""
+        """The bytes that were ever written."""
         return self._nbytes_at(self._highest)
 
     def _nbytes_at(self, capacity: int) -> int:
         return sum(stack_bytes(len(g.names), g.shape(capacity)) for g in self.groups)
 
     def has_room(self, capacity: int) -> bool:
-        """Whether they can have this capacity in the memory that there is."""
+        """Return True if the present memory has room for this capacity."""
         return capacity <= self._room
 
     def _ask(self, capacity: int, held: int) -> None:
-        """Check that there is memory for this capacity, of which `held` bytes are there. Raises MemoryError: a process
-        that wrote into pages which no system has would be ended, with every conversation in it."""
+        """Check that the system has memory for this capacity. held: bytes of it that are allocated already.
+
+        Raises MemoryError. Otherwise the system would kill the process, with every conversation in it, once it writes
+        to pages that cannot be provided.
+        """
         more = self._nbytes_at(capacity) - held
         free = available() if more > _ASKED_BYTES else None
         if free is not None and more > free:
@@ -114,8 +119,10 @@ class Caches:
         self._fit(capacity)
 
     def fit(self, capacity: int) -> None:
-        """Have another capacity, for which there is room. What they hold is lost, unless it is nothing. Raises
-        MemoryError before anything is changed."""
+        """Set another capacity, for which there must be room. The rows are lost.
+
+        Raises MemoryError before anything is changed.
+        """
         self._ask(capacity, self.nbytes)
         self._fit(capacity)
 
@@ -135,8 +142,10 @@ class Caches:
             self.arrays[SLOTS] = mask.reshape(1, 1, capacity)
 
     def grow(self, capacity: int, rows: int) -> None:
-        """Have a larger capacity, with the first `rows` rows where they belong and zeros after them. Pages that were
-        never written stay so. Raises MemoryError before anything is changed."""
+        """Set a larger capacity. The first `rows` rows move to their new places, and zeros follow them.
+
+        Pages that were never written stay unwritten. Raises MemoryError before anything is changed.
+        """
         before, blocks = self.stacks, self._blocks
         if self.has_room(capacity):
             self.fit(capacity)
@@ -150,7 +159,7 @@ class Caches:
                 group.tokens(new, 0, rows)[...] = group.tokens(old, 0, rows)
 
     def show(self, rows: int) -> None:
-        """Have a graph that is told which slots count see the first `rows` of them."""
+        """Set the mask, if the graph has one, so that it sees the first `rows` slots."""
         if self._masked and rows != self._shown:
             mask = self.arrays[SLOTS][0, 0]
             mask[self._shown : rows] = 0
@@ -158,14 +167,17 @@ class Caches:
             self._shown = rows
 
     def prepare(self) -> None:
-        """Have the system provide the memory of this capacity now."""
+        """Ask the system to provide the pages of this capacity now."""
         sizes = [stack_bytes(len(g.names), g.shape(self.capacity)) for g in self.groups]
         populate([block[:size] for block, size in zip(self._blocks, sizes, strict=False)])
 
 
 def _spread(group: RowGroup, old: Array, new: Array, rows: int) -> None:
-    """Move rows to where they lie with a larger capacity, in the same memory: from the last one on, so that none is
-    written over before it was moved. Nothing is allocated: it cannot fail half way."""
+    """Move rows to their places with a larger capacity, in the same memory.
+
+    The last row moves first, so that none is overwritten before it was moved. Nothing is allocated, so this cannot
+    fail half way.
+    """
     size = group.dim * rows if group.kind == "key" else rows  # of a run of values that stays together
     lines = (len(group.names), group.heads, 1 if group.kind == "key" else group.dim)
     if not size:
@@ -178,6 +190,6 @@ def _spread(group: RowGroup, old: Array, new: Array, rows: int) -> None:
 
 
 def _cleared(group: RowGroup, old: Array, new: Array, rows: int) -> None:
-    """Set to zero what stands after the rows and lay within the smaller caches: others' rows."""
+    """Set the slots after the rows to zero where they lay inside the smaller caches: other rows were there."""
     layers = -(-len(old) * old.strides[0] // new.strides[0])  # those that begin there
     group.tokens(new[:layers], rows, new.shape[2 if group.kind == "key" else 3])[...] = 0

@@ -1,4 +1,4 @@
-"""A compiled graph: named signatures whose tensors are bound to numpy arrays. What a runtime gives a FlatProgram."""
+"""A compiled graph, as a runtime gives it to a FlatProgram: named signatures with tensors bound to numpy arrays."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Signature:
-    """Inputs and outputs by name, in the order in which the runtime takes them."""
+    """Inputs and outputs by name, in the runtime's order."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
 
     @property
     def nominal(self) -> int | None:
-        """The capacity of the caches that the inputs are given with, where it is open: a call may have another."""
+        """The capacity in the shapes of the inputs, if it is open: a call may have another. None if it is fixed."""
         told = next((self.inputs[n] for n in (SLOTS, of_lane(SLOTS, 0)) if n in self.inputs), None)
         return None if told is None else told.shape[-1]
 
@@ -57,23 +57,25 @@ class Signature:
 
 class Call(Protocol):
     def run(self) -> None:
-        """Run the signature: reads the bound inputs, writes the bound outputs. Raises GraphError."""
+        """Run the signature: read the bound inputs, write the bound outputs. Raises GraphError."""
 
 
 class Graph(Protocol):
     signatures: dict[str, Signature]
-    in_place: bool = False  # whether all signatures, those of lanes too, may write a state where they read it
-    any_capacity: bool = False  # whether one model computes the signatures of all capacities
+    in_place: bool = False  # all signatures, those of lanes too, may write a state where they read it
+    any_capacity: bool = False  # one model computes the signatures of all capacities
 
     def bind(self, signature: str, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
-        """A call that reads and writes these very arrays. They must stay where they are; an output may be an input only
-        if it is a state, `in_place`."""
+        """Return a call that reads and writes these very arrays, which must not move.
+
+        An output may be an input only if it is a state and the graph is `in_place`.
+        """
 
     def forget(self, memory: NDArray[np.uint8]) -> None:
-        """Drop what was bound to arrays inside `memory`, which is about to go away."""
+        """Drop all bindings to arrays inside `memory`, which is about to be freed."""
 
     def run_managed(self, signature: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Run once through memory of the runtime's own, with copies: what `bind` is tested against."""
+        """Run once with the runtime's own memory and copies, for a test of `bind`."""
 
     def close(self) -> None:
-        """Free the model. Calls that were bound must not be run any more."""
+        """Free the model. Bound calls must not be run any more."""

@@ -1,13 +1,13 @@
-"""The calls of a Program over the signatures of a graph with flat IO (ssmd/authoring/flat.py), whatever runs it.
+"""The calls of a Program over the signatures of a graph with flat IO (ssmd/authoring/flat.py), for any runtime.
 
-A step writes a handle's recurrent state where it read it, if the graph can: one that fails then loses the state. Else
-it reads one arena and writes the other, and committing the step swaps them. Either way nothing is copied. Attention
-layers put out only their new rows, which the host appends to the caches.
+If the graph can, a step writes a handle's recurrent state where it read it; a failed step then loses the state. If
+not, it reads one arena and writes the other, and committing the step swaps them. Either way nothing is copied.
+Attention layers put out only their new rows, which the host appends to the caches.
 
-The caches may have several capacities (tiers), as a step attends over all slots there are: it runs in the smallest one
-that has room for the tokens after it. There is a signature for each, or one whose caches take any capacity, which is
-told by another input which slots count. A conversation moves up by having its rows copied, and what computes a token
-depends on nothing but its position and its call.
+A step attends over all slots, so the caches may have several capacities (tiers). A step runs in the smallest one that
+has room for the tokens after it. There is a signature for each tier, or one for any capacity, with an input that says
+which slots count. A conversation moves up by a copy of its rows. The arithmetic of a token depends only on its
+position and its call.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ssmd.runtime.protocol import Logits, ProgramError, StateLost
 if TYPE_CHECKING:
     from ssmd.model.artifact import Manifest
 
-_SPARE_BYTES = 96 << 20  # idle snapshots
-_NOISE = 65_537  # numbers that a trial repeats: as many of their own as a state has take it a tenth of a second
-_SPARE_SLOT_BYTES = 192 << 20  # memory of released handles that is kept for the next ones; one is kept in any case
+_SPARE_BYTES = 96 << 20  # most bytes of idle snapshots
+_NOISE = 65_537  # random numbers that the self-test repeats: as many as a state has would take 0.1 s
+_SPARE_SLOT_BYTES = 192 << 20  # most bytes of released handles that are kept for new ones; one is kept in any case
 
 
 @dataclass(eq=False, slots=True)
 class _Handle(Held):
-    """A handle. `side` is the arena that holds the state now. A released handle has no slot."""
+    """A handle. side: the arena that holds the state now. A released handle has no slot."""
 
     slot: Slot
     side: int = 0
@@ -50,8 +50,8 @@ class _Handle(Held):
 class FlatProgram(CheckedProgram[_Handle]):
     """A loaded artifact whose state lies in the host's memory, as a Program.
 
-    `pad_token` fills the part of a bucket that has no token of the prompt. It may be any id of the vocabulary and
-    never changes a result: the contract suite sets it to show that.
+    pad_token: fills the rest of a bucket after the prompt's tokens. It may be any id of the vocabulary and never
+    changes a result: the contract suite sets it to test that.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class FlatProgram(CheckedProgram[_Handle]):
         sizes: Sequence[int] = (),
         notes: Notes | None = None,
     ) -> None:
-        """lanes: opens the graph of a decode step of so many streams, of which there are some of these `sizes`; notes:
-        what trials of those found."""
+        """lanes: opens the graph of a decode step for a number of streams. sizes: the numbers that it supports.
+
+        notes: results of earlier trials of these graphs.
+        """
         super().__init__(manifest)
         self.producer = producer
         self.threads = threads
@@ -77,23 +79,23 @@ class FlatProgram(CheckedProgram[_Handle]):
         self.graph = graph
         self.open_capacity = is_open(graph.signatures)
         self.any_capacity = self.open_capacity or graph.any_capacity
-        self._capacity = 0  # of the last of several that were decoded together
+        self._capacity = 0  # capacity of the last handle in the last step of several
         self._groups = row_groups(self.spec)
         self._in_place = graph.in_place and bool(self.spec.recurrent)
-        self._began = False  # whether a step has come to where it writes
+        self._began = False  # True once a step has begun to write
         self._steps = [Step(length, self.vocabulary, self._groups) for length in sorted({1, *self.buckets})]
-        self._slots: set[Slot] = set()  # of live handles
-        self._spare: list[Slot] = [self._make_slot(self._tiers[0])]  # the one used last is the last
+        self._slots: set[Slot] = set()  # slots of live handles
+        self._spare: list[Slot] = [self._make_slot(self._tiers[0])]  # the most recently used one is last
         arena = self._spare[0].arenas[0].nbytes
         self._snapshots = Snapshots(arena, ready=1, spare_bytes=_SPARE_BYTES)
         self._open_lanes = lanes
-        self._idle: Slot | None = None  # for lanes that have no stream
+        self._idle: Slot | None = None  # for lanes without a stream
         self.batches = Batches(sizes, self._make_batch, self._scratch, self._alone, self._lock, notes)
 
     def close(self) -> None:
         with self._lock:
             self.batches.close()
-        self.batches.join()  # before the graph goes that theirs stand on
+        self.batches.join()  # before closing the graph that their graphs depend on
         super().close()
 
     def prepare(self) -> None:
@@ -106,7 +108,7 @@ class FlatProgram(CheckedProgram[_Handle]):
     # steps of the contract
 
     def _new(self, tokens: int) -> _Handle:
-        """Memory that was used before is there at once, new memory is not."""
+        """Return a handle, in a spare slot if one fits: used memory has its pages already, new memory does not."""
         capacity = self._tier(tokens) if self.spec.rows else self._tiers[0]
         spare = [s for s in reversed(self._spare) if s.caches.has_room(capacity)]
         slot = next((s for s in spare if s.caches.capacity == capacity), spare[0] if spare else None)
@@ -116,7 +118,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         else:
             self._fit(slot, capacity, 0)
             slot.begin()
-            self._spare.remove(slot)  # only now: what failed is spare, and known to the graph, as before
+            self._spare.remove(slot)  # only now: after a failure the slot is still spare, and known to the graph
         self._slots.add(slot)
         return _Handle(self, slot)
 
@@ -128,7 +130,7 @@ class FlatProgram(CheckedProgram[_Handle]):
         return step.logits.copy()
 
     def _decode(self, handles: Sequence[_Handle], ids: NDArray[np.int32], logits: Logits) -> None:
-        for handle in handles:  # of all, before a step that writes in place has computed any of them
+        for handle in handles:  # for all handles, before a step that writes in place computes any of them
             self._make_room(handle.slot, handle.position + 1, handle.position)
         step, order = self._steps[0], self._in_order(handles) if len(handles) > 1 else [0]
         with self._at_stake(handles):
@@ -140,7 +142,7 @@ class FlatProgram(CheckedProgram[_Handle]):
                 for i in chosen:
                     self._run(step, handles[i], ids[i : i + 1])
                     logits[i] = step.logits
-        for handle in handles:  # all of them, or none if a run raised
+        for handle in handles:  # all of them, or none if a call raised
             self._commit(handle, 1)
 
     def _save(self, handle: _Handle, since: int) -> State:
@@ -185,16 +187,18 @@ class FlatProgram(CheckedProgram[_Handle]):
         self._spare.clear()
         self.graph.close()
 
-    # what they are made of
+    # helpers of these steps
 
     def _tier(self, tokens: int) -> int:
-        """The smallest capacity that has room for so many tokens in all."""
+        """Return the smallest capacity that has room for `tokens` in all."""
         return next(t for t in self._tiers if t >= tokens)
 
     @contextmanager
     def _at_stake(self, handles: Sequence[_Handle]) -> Iterator[None]:
-        """Compute steps inside. One that fails leaves the handles as they were, unless it wrote their states in place:
-        those are lost. Raises StateLost for GraphError and MemoryError then."""
+        """Guard the steps computed inside. A failed step leaves the handles as they were, unless it writes in place.
+
+        Then their states are lost, and GraphError and MemoryError are raised as StateLost.
+        """
         self._began = False
         try:
             yield
@@ -216,12 +220,15 @@ class FlatProgram(CheckedProgram[_Handle]):
             self._fit(slot, self._tier(tokens), rows)
 
     def _fit(self, slot: Slot, capacity: int, rows: int) -> None:
-        """Give a slot's caches another capacity; they keep the first `rows` rows."""
+        """Give a slot's caches another capacity. They keep the first `rows` rows."""
         if slot.caches.capacity != capacity:
             self._forget_blocks(slot.resize(capacity, rows))
 
     def _in_order(self, handles: Sequence[_Handle]) -> list[int]:
-        """Those of one capacity beside one another, those of the capacity that the graph has now first or last."""
+        """Return the order of handles in a step: those of one capacity are adjacent.
+
+        Those of the graph's present capacity come first if they would otherwise be last.
+        """
         order = sorted(range(len(handles)), key=lambda i: handles[i].slot.caches.capacity)
         if handles[order[-1]].slot.caches.capacity == self._capacity:
             order.reverse()
@@ -240,7 +247,7 @@ class FlatProgram(CheckedProgram[_Handle]):
 
     def _make_batch(self, lanes: int) -> Batch:
         """Open a batch. Raises GraphError."""
-        assert self._open_lanes is not None  # else there are no sizes
+        assert self._open_lanes is not None  # without it there are no sizes
         if self._idle is None:
             self._idle = Slot(self.spec, self._groups, 1, 1, self.open_capacity)
         graph = self._open_lanes(lanes)
@@ -262,7 +269,7 @@ class FlatProgram(CheckedProgram[_Handle]):
                     self._forget(slot)
 
     def _alone(self, stream: Stream) -> tuple[Logits, NewRows]:
-        """Compute a stream's step, of which nothing is kept."""
+        """Compute a stream's step without committing it."""
         slot, side, position, token = stream
         step = self._steps[0]
         step.tokens[0], step.pos[0], step.n_valid[0] = token, position, 1
@@ -271,17 +278,20 @@ class FlatProgram(CheckedProgram[_Handle]):
         return step.logits, step.rows
 
     def _run_together(self, lanes: int, streams: Sequence[tuple[_Handle, int]], logits: Sequence[Logits]) -> bool:
-        """Compute a step of several handles in one call, without committing it, and fill the logits of each. Returns
-        False if that failed, which leaves them as they were. Raises GraphError if it did not."""
+        """Compute a step of several handles in one call, without committing it, and fill the logits of each.
+
+        Returns False if it failed and left the handles as they were. Raises GraphError if it failed and writes in
+        place.
+        """
         given = [(h.slot, h.side, h.position, token) for h, token in streams]
         self._began = True
         computed = self.batches.run(lanes, given, logits)
         if self._in_place and not computed:
-            raise GraphError(f"that of {lanes} streams together")
+            raise GraphError(f"the step of {lanes} streams together")
         return computed
 
     def _call(self, step: Step, slot: Slot, side: int) -> Call:
-        """The signature bound to a slot, reading recurrent state on `side`. Made once."""
+        """Return the signature bound to a slot, reading recurrent state on `side`. The binding is made once."""
         key = (step.length, side)
         if key not in slot.calls:
             inputs = {**step.arrays, **slot.recurrent[side], **slot.caches.arrays}
@@ -313,10 +323,10 @@ class FlatProgram(CheckedProgram[_Handle]):
         handle.position += count
 
     def self_test(self) -> None:
-        """Show on this very model that the graph reads what numpy writes, and numpy what the graph writes.
+        """Test with this model that the graph and numpy share memory: each reads the values that the other writes.
 
-        Two steps over the same memory with other contents must give what the runtime gives with memory of its own, bit
-        for bit. Raises GraphError if not.
+        Two steps over the same memory with different contents must give the same bits as the runtime with its own
+        memory. Raises GraphError if not.
         """
         step, slot = self._steps[0], self._spare[0]
         call = self._call(step, slot, 0)
@@ -339,10 +349,10 @@ class FlatProgram(CheckedProgram[_Handle]):
             known = {**step.arrays, **read, **slot.caches.arrays}
             for name, expected in self.graph.run_managed(self._signature(step, slot), known).items():
                 if not np.isfinite(expected).all():
-                    raise GraphError(f"its {name} are no numbers: the weights are damaged")
+                    raise GraphError(f"its {name} are not finite numbers: the weights are damaged")
                 if not np.array_equal(expected, outputs[name]):
                     raise GraphError(f"the self-test of shared memory failed at {name!r}")
-            call.run()  # the last memory that the graph knows must be there, and its own is not any more
+            call.run()  # binds this memory again: the runtime's own is freed, and the graph must not keep it
         finally:
             slot.clear()
         slot.caches.prepare()

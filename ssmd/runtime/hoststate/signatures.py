@@ -1,4 +1,4 @@
-"""The signatures that a graph of ssmd has: decode and each bucket, for each capacity of the caches."""
+"""The signatures of a graph: decode and each bucket, for each capacity of the caches."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ssmd.runtime.protocol import ProgramError
 if TYPE_CHECKING:
     from ssmd.model.artifact import Manifest
 
-LANES = (4, 8)  # streams of a decode step that builds make signatures for
+LANES = (4, 8)  # numbers of streams that builds make signatures of decode steps for
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
 
 
 def signature_name(length: int, capacity: int, smallest: int) -> str:
-    """Name the signature of a bucket. `length`: of the bucket, 1 for decode. The smallest tier has plain names."""
+    """Return the name of a bucket's signature; the smallest tier has no suffix. length: the bucket, 1 for decode."""
     name = "decode" if length == 1 else f"prefill_{length}"
     return name if capacity == smallest else f"{name}_{capacity}"
 
 
 def lanes_name(lanes: int) -> str:
-    """Name the signature of a decode step of so many streams."""
+    """Return the name of the signature of a decode step with `lanes` lanes."""
     return f"decode_b{lanes}"
 
 
 def is_open(signatures: Mapping[str, Signature]) -> bool:
-    """Whether one signature of a length serves every capacity of the caches."""
+    """Return True if one signature of each length serves every capacity of the caches."""
     return any(signature.nominal is not None for signature in signatures.values())
 
 
@@ -61,7 +61,7 @@ def _check_signature(
     manifest: Manifest,
     spec: StateSpec,
 ) -> None:
-    """`capacity` None: it is open."""
+    """Check one signature. capacity: None if it is open. Raises ProgramError."""
     signature = signatures.get(name)
     if signature is None:
         raise ProgramError(f"the model has no signature {name!r}, it has {sorted(signatures)}; build it again")

@@ -1,6 +1,6 @@
 """The memory of one handle: arenas of recurrent state, caches of keys and values, and the canonical rows.
 
-Shapes as the graph has them (L layers of one shape, S = capacity of the caches, T = bucket):
+Shapes in the graph (L layers of one shape, S = capacity of the caches, T = bucket):
 
     conv   (1, K-1, C)      ssm    (1, H, P, N); Mamba-1: (1, N, D)
     key    (Hkv, S, D)      new rows of a step: (Hkv, T, D)
@@ -25,7 +25,7 @@ _NO_ROWS: Array = np.empty((0, 0))
 
 
 def graph_shape(tensor: TensorSpec, rows: int) -> tuple[int, ...]:
-    """The shape of a state tensor in the graph, when its token axis is `rows` long."""
+    """Return the shape of a state tensor in the graph, with a token axis of length `rows`."""
     if tensor.channels_first:
         channels, width = tensor.shape
         return (1, width, channels)
@@ -43,10 +43,10 @@ _F16_BITS = np.array(0x8FFFE000, np.uint32).view(np.int32)[()]
 
 
 def widened(rows: Array) -> NDArray[np.float32]:
-    """Finite float16 as float32, exactly; float32 as it is. By integer arithmetic: numpy's cast takes twice as long.
+    """Return finite float16 exactly as float32; float32 unchanged.
 
-    A float16's bits, moved up by 13 with their sign and freed of its copies, make a float32 that is 2^112 too small,
-    subnormal or not.
+    It uses integer arithmetic, as numpy's cast takes twice as long. A float16's bits, shifted up by 13 and cleared of
+    the copies of the sign, make a float32 that is 2^112 too small, subnormal or not.
     """
     if rows.dtype != np.float16:
         return np.ascontiguousarray(rows, _FLOAT32)
@@ -59,9 +59,9 @@ def widened(rows: Array) -> NDArray[np.float32]:
 
 
 class NewRows:
-    """What one signature puts out for all attention layers: shared by all handles, valid until its next run.
+    """One signature's new rows of all attention layers: shared by all handles, valid until its next run.
 
-    A step of several streams puts theirs out one beside another, along the axis of the heads.
+    A step of several streams puts their rows side by side, along the axis of the heads.
     """
 
     def __init__(self, groups: tuple[RowGroup, ...], bucket: int, lanes: int = 1) -> None:
@@ -73,12 +73,15 @@ class NewRows:
         }
 
     def lane(self, lane: int) -> list[Array]:
-        """What a lane's step put out, as it is: (L, Hkv, ...) of each group."""
+        """Return the new rows of a lane, unrounded: (L, Hkv, ...) of each group."""
         return [s[:, lane * g.heads : (lane + 1) * g.heads] for g, s in zip(self._groups, self.stacks, strict=True)]
 
     def taken(self, count: int) -> list[tuple[Array, Array]]:
-        """The first `count` rows, of each group (L, Hkv or all lanes' Hkv, ...): as float32, and as they are kept. The
-        former are rounded to the latter: a cache holds what is stored."""
+        """Return the first `count` rows of each group: (as float32, in the dtype of the state).
+
+        Both are (L, Hkv or all lanes' Hkv, ...). The float32 rows are rounded to that dtype, so that the caches hold
+        the stored values.
+        """
         found = []
         for group, fresh in zip(self._groups, self.stacks, strict=True):
             rows = group.tokens(fresh, 0, count)
@@ -86,7 +89,7 @@ class NewRows:
             if group.dtype != _FLOAT32:
                 rows.clip(-FLOAT16_MAX, FLOAT16_MAX, out=rows)  # rounding must not overflow to infinity
                 kept = rows.astype(group.dtype)
-                rows[...] = kept  # here: a cache's columns are far apart, and a cast there takes twice as long
+                rows[...] = kept  # here, as a cast into a cache, with its columns far apart, takes twice as long
             found.append((rows, kept))
         return found
 
@@ -103,28 +106,30 @@ class Slot:
         masked: bool = False,
         in_place: bool = False,
     ) -> None:
-        """`context`: the most tokens there can be; `capacity`: those that the caches have room for at first; `masked`:
-        whether the graph is told which slots count; `in_place`: there is one arena, which a step reads and writes."""
+        """context: the most tokens there can be. capacity: tokens that the caches have room for at first.
+
+        masked: the graph has an input that says which slots count. in_place: a step reads and writes a single arena.
+        """
         self.groups = groups
         self.caches = Caches(groups, capacity, context, masked)
         self._context = context
-        self._used = 0  # rows that may hold something else than zero
+        self._used = 0  # rows that may hold other values than zero
         sides = 1 if in_place or not spec.recurrent else 2
         pairs = [carve(recurrent_tensors(spec)) for _ in range(sides)]
         self.arenas: list[Memory] = [memory for memory, _ in pairs]
         self.recurrent: list[dict[str, Array]] = [arrays for _, arrays in pairs]
         self.calls: dict[tuple[int, int], Call] = {}  # by length and the side that is read
-        self.bounds: dict[tuple[int, int], Any] = {}  # what a step of so many streams needs to read that side
-        # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on. None is written twice,
-        # and the next handle has others: a save copies no rows, and its views may outlive this one. They have room for
-        # what the caches have room for, so that their address space grows with use, too.
+        self.bounds: dict[tuple[int, int], Any] = {}  # bindings of a lane, by number of lanes and the side that is read
+        # Canonical rows (S, values of a row), in the dtype of the state, from `_kept_from` on. No row is written twice,
+        # and the next handle gets a new store. So a save copies no rows, and its views may outlive this handle. The
+        # store has as much room as the caches, so that its address space grows with use too.
         self._spec = spec
         self._kept_from = 0
         self._store: Array = _NO_ROWS
         self._group_stores: list[Array] = []
 
     def other(self, side: int) -> int:
-        """The side that a step writes which reads this one."""
+        """Return the side that a step writes if it reads this one."""
         return (side + 1) % len(self.arenas)
 
     @property
@@ -134,13 +139,13 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that a slot keeps when it is clear."""
+        """The bytes of memory that a slot keeps when it is clear."""
         return sum(arena.nbytes for arena in self.arenas) + self.caches.nbytes
 
     def resize(self, capacity: int, rows: int) -> list[Memory]:
-        """Have caches of another capacity that hold the first `rows` rows, for which there must be room.
+        """Give the caches another capacity with room for `rows` rows, and keep the first `rows` rows.
 
-        Returns the memory that no call may be bound to any more. Raises MemoryError before anything is changed.
+        Returns the memory that must not be bound any more. Raises MemoryError before anything is changed.
         """
         left = self.caches.blocks
         store = self._new_store(capacity) if 0 < len(self._store) < capacity else None
@@ -150,7 +155,7 @@ class Slot:
             self.caches.grow(capacity, rows)
         self.unbind()
         self._used = rows
-        if store is not None:  # views keep the one before; what it held stands in the caches
+        if store is not None:  # views keep the old store alive; its rows are in the caches
             self._take_store(store)
             self._kept_from = rows
         return left
@@ -161,8 +166,10 @@ class Slot:
         self.bounds.clear()
 
     def begin(self) -> None:
-        """Have memory for a handle's rows. It is not there before it is written: a handle that was restored writes its
-        new rows only. Raises MemoryError."""
+        """Allocate the store of a handle's rows. Raises MemoryError.
+
+        Its pages come when they are written: a restored handle writes only its new rows.
+        """
         self._take_store(self._new_store(self.caches.capacity))
 
     def _new_store(self, capacity: int) -> Array:
@@ -180,16 +187,16 @@ class Slot:
         ]
 
     def clear(self) -> None:
-        """Make the slot as if new: nothing of the last conversation is left where a graph reads before it writes."""
-        self.arenas[0].fill(0)  # the first step reads this one; the whole of another is written before it is read
+        """Reset the slot: no value of the last conversation is left where a graph reads before it writes."""
+        self.arenas[0].fill(0)  # the first step reads this one; a second one is written whole before it is read
         for cache, group in zip(self.caches.stacks, self.groups, strict=True):
             group.tokens(cache, 0, self._used)[...] = 0
         self._used = self._kept_from = 0
-        self._store = _NO_ROWS  # it is left to the views that outlive the handle, or to the system
+        self._store = _NO_ROWS  # views that outlive the handle keep the old store; else it is freed
         self._group_stores = []
 
     def append(self, new: Sequence[tuple[Array, Array]], position: int, count: int, lane: int = 0) -> None:
-        """Take in at `position` what `NewRows.taken` gave of a step's first `count` rows, those of one lane."""
+        """Take in at `position` one lane's part of a step's first `count` rows, as `NewRows.taken` returns them."""
         stop = position + count
         self._used = max(self._used, stop)
         for group, (rows, kept), cache, store in zip(
@@ -200,7 +207,7 @@ class Slot:
             store[position:stop] = group.canonical(kept[:, own])
 
     def canonical_rows(self, since: int, stop: int) -> dict[str, Array]:
-        """Views (Hkv, n, D) of the canonical rows, read-only, over one array in the order of StateSpec.row_columns."""
+        """Return read-only views (Hkv, n, D) of the canonical rows, over one array in StateSpec.row_columns' order."""
         if not self.groups:
             return {}
         self._keep(since)
@@ -213,7 +220,7 @@ class Slot:
         return views
 
     def _keep(self, since: int) -> None:
-        """Have the rows from `since` on in the store: those of a restored state stand in the caches only at first."""
+        """Copy the rows from `since` on into the store: a restored state's rows are at first only in the caches."""
         low, high = since, self._kept_from
         if low >= high:
             return
@@ -222,7 +229,7 @@ class Slot:
         self._kept_from = low
 
     def load_rows(self, tensors: Mapping[str, Array], first: int, stop: int) -> None:
-        """Take in canonical rows [first, stop), of either dtype; `first` is where those taken in so far end."""
+        """Take in canonical rows [first, stop), of either dtype. The rows taken in so far must end at `first`."""
         self._used = self._kept_from = stop
         for group, cache in zip(self.groups, self.caches.stacks, strict=True):
             target = group.tokens(cache, first, stop)

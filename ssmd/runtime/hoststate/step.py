@@ -1,4 +1,4 @@
-"""What a step reads and writes besides a handle's state: tokens, position, logits and new rows."""
+"""A step's tensors besides a handle's state: tokens, position, logits and new rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 class Step:
-    """The tensors of the signatures of one length that all handles share."""
+    """The tensors of one length's signatures that all handles share."""
 
     def __init__(self, length: int, vocabulary: int, groups: tuple[RowGroup, ...]) -> None:
         self.length = length

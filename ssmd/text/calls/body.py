@@ -1,4 +1,4 @@
-"""What stands between a call's markers, read as it comes: the part that all notations have in common."""
+"""The parser of the text between a call's markers, as it comes: the part that all notations share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ State = Literal["open", "done", "failed"]
 
 
 class Body(ABC):
-    """Calls of one notation, fed with text until the state is no longer `open`.
+    """The parser of calls in one notation, fed with text until its state is no longer `open`.
 
-    unsaid: text that was taken and belongs to no call that was told of. Where the body fails it is plain text again.
-    calling: a call was told of that is not over.
+    unsaid: text taken in that belongs to no reported call. If the body fails, it is plain text again.
+    calling: a call was reported and is unfinished.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class Body(ABC):
 
     @abstractmethod
     def push(self, text: str, at: int, out: list[Part]) -> int:
-        """Take in a text from `at` on, and append to `out` what it tells; where the rest begins.
+        """Take in a text from `at` on and append its parts to `out`. Return where the rest begins.
 
-        What is left over when the body fails stands in `unsaid`, up to the character that is wrong.
+        If the body fails, `unsaid` holds the text up to the wrong character.
         """
 
     def end(self, out: list[Part]) -> None:
-        """Nothing more comes. A call that is not over is cut."""
+        """End the text. An unfinished call is reported as cut off."""
         if self.calling:
             self._ended(out, whole=False)
         if self.state == "open":
@@ -61,7 +61,7 @@ class Body(ABC):
         self.calling = False
 
     def _break(self, out: list[Part]) -> None:
-        """Something cannot stand where it does: a call that was told of ends before it."""
+        """Fail at a character that is not allowed here. A reported call ends before it."""
         if self.calling:
             behind = self.unsaid
             self._ended(out)
@@ -70,9 +70,9 @@ class Body(ABC):
 
 
 class Several(Body):
-    """Calls one after the other. A notation says how each is read (`one`) and what stands around them.
+    """The parser of calls one after the other. one: makes the parser of each call.
 
-    opening, closing: around all of them, "" for nothing. between: one of these characters stands between two.
+    opening, closing: text around all of them, or "". between: one of these characters stands between two calls.
     """
 
     def __init__(self, one: Callable[[], Body], opening: str = "", between: str = "", closing: str = "") -> None:
@@ -135,7 +135,7 @@ class Several(Body):
 
 
 class Chosen(Body):
-    """One of several notations: which one, the first character tells, or the first two; those of "" are all others."""
+    """The parser of one of several notations, chosen by the first character or the first two; "" for all others."""
 
     def __init__(self, bodies: Mapping[str, Callable[[], Body]]) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Chosen(Body):
         self._inner = self._bodies[next(head for head in heads if head in self._bodies)]()
         told = super().unsaid
         rest = self._push_inner(told, 0, out)
-        if rest < len(told):  # it failed within: the rest is plain text, too
+        if rest < len(told):  # it failed inside this text: the rest is plain text too
             self._inner._unsaid.append(told[rest:])
 
     def _push_inner(self, text: str, at: int, out: list[Part]) -> int:

@@ -1,4 +1,4 @@
-"""How a model writes tool calls, as its chat template's source tells: the markers, and the notation between them."""
+"""The formats of tool calls (markers, and the notation between them), recognised by a chat template's source."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Written:
-    """How a format's calls are written where they are forced: as its templates write them, their arguments in JSON.
+    """The spelling of a format's forced calls: as its templates write them, with arguments in JSON.
 
-    opening, closing: around all. before, middle, after: around the name and the arguments of one. between: two of them.
+    opening, closing: text around all calls. before, middle, after: text around the name and the arguments of one call.
+    between: text between two calls.
     """
 
     before: str
@@ -37,9 +38,10 @@ class Written:
 class Format:
     """A notation of calls. Markers may be control tokens or plain text.
 
-    openings: markers that calls begin with, the usual one first. bodies: by its first character (two of them where one
-    does not tell), what reads what follows; "" is for all others. closing: "" if there is none. inner: markers within.
-    bare: a call may also begin without a marker, with the answer itself. id_length: of the ids that templates ask for.
+    openings: markers that calls begin with, the usual one first. bodies: parsers of the text after it, by its first
+    character, or by two where one is ambiguous; "" is for all others. closing: the last marker, or "". inner: markers
+    inside a call. bare: a call may also begin without a marker, at the start of the answer. id_length: length of the
+    ids that templates ask for.
     """
 
     name: str
@@ -57,7 +59,7 @@ class Format:
         return (*self.openings, *([self.closing] if self.closing else []), *self.inner)
 
     def new_id(self) -> str:
-        """An id for a call, as OpenAI's clients know them, or as the template will have it."""
+        """Return a new id for a call, of OpenAI's form or of the form that the template requires."""
         return self.prefix + "".join(secrets.choice(_LETTERS) for _ in range(self.id_length))
 
 
@@ -70,7 +72,7 @@ def _list(names: Names) -> Body:
 
 
 def _known(names: Names) -> Body:
-    # Nothing marks these, and an answer may be JSON that is no call.
+    # No marker precedes these, and an answer may be JSON without being a call. So the tool's name must be known.
     return Several(lambda: JsonObject(names), between=";")
 
 
@@ -121,7 +123,7 @@ MISTRAL = Format(
 )
 MISTRAL_11 = replace(MISTRAL, name="mistral 11", written=Written("[TOOL_CALLS]", ARGS))
 FORMATS = (HERMES, NEMOTRON, GRANITE_3, LFM2, LLAMA_3, MISTRAL, MISTRAL_11)
-# What only templates of that kind have in them; the first that is there tells.
+# Texts by which a template's format is recognised. The first one found in its source decides.
 _SIGNS = (
     (ARGS, MISTRAL_11),
     ("[TOOL_CALLS]", MISTRAL),
@@ -136,5 +138,5 @@ _SIGNS = (
 
 
 def format_of(source: str) -> Format:
-    """The format that a chat template's source tells of. One that knows no tools has them told as Hermes does."""
+    """Return the format of calls for a chat template's source. A template without tools gets Hermes' format."""
     return next((found for sign, found in _SIGNS if sign in source), HERMES)

@@ -1,4 +1,4 @@
-"""A call as a JSON object, `{"name": …, "arguments": {…}}`: its arguments are handed on while they come."""
+"""The parser of a call as a JSON object, `{"name": …, "arguments": {…}}`. It streams the arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 from ssmd.text.calls.body import SPACES, Body
 from ssmd.text.calls.parts import Part
 
-ARGUMENTS = ("arguments", "parameters")  # what the key is called
+ARGUMENTS = ("arguments", "parameters")  # names of the arguments' key
 _IN_STRING = re.compile(r'["\\]')
 _BRACKET = re.compile(r'["\[\]{}]')
 _SCALAR_END = re.compile(r"[\s,}\]]")
@@ -17,7 +17,7 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 class Value:
-    """A JSON value's end, found by quotes and brackets alone: what is between is not looked at."""
+    """A finder of a JSON value's end. It reads only quotes and brackets, not the text between them."""
 
     def __init__(self) -> None:
         self.first = ""  # its first character
@@ -26,7 +26,7 @@ class Value:
         self._string = self._escaped = False
 
     def push(self, text: str, at: int) -> tuple[int, bool]:
-        """(how far the value goes in the text, whether it ends there)."""
+        """Take in the text from `at` on. Return (where the value or the text ends, True if it is the value)."""
         if not self.first and at < len(text):
             self.first = text[at]
             self._string = self.first == '"'
@@ -65,14 +65,14 @@ class Value:
                 elif not self._open:
                     return at + 1, True
                 at += 1
-            else:  # a number or a word, which ends before what stands behind it
+            else:  # a number or a word ends before the next delimiter
                 found = _SCALAR_END.search(text, at)
                 return (len(text), False) if found is None else (found.start(), True)
         return at, False
 
 
 class JsonObject(Body):
-    """One call. names: of the tools that there are, None: any will do."""
+    """The parser of one call. names: names of the tools; None accepts any name."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ class JsonObject(Body):
         self._expects = "{"  # or "first key", "key", ":", "value", "more"
         self._key = ""
         self._value = Value()
-        self._read: list[str] = []  # of a key or value that is not handed on as it comes
+        self._read: list[str] = []  # text so far of a key, or of a value that is not streamed
         self._name: str | None = None
-        self._given: str | None = None  # arguments that are whole
-        self._streams = False  # the value is arguments whose tool is known
+        self._given: str | None = None  # complete arguments
+        self._streams = False  # the value is the arguments, and the tool's name is known
 
     def push(self, text: str, at: int, out: list[Part]) -> int:
         while at < len(text) and self.state == "open":
@@ -104,7 +104,7 @@ class JsonObject(Body):
         return at
 
     def _push_mark(self, char: str, out: list[Part]) -> bool:
-        """Take a character between the values; whether it may stand there."""
+        """Take in a character between the values. Return False if it is not allowed there."""
         if char == "}" and self._expects in ("first key", "more"):
             return self._close(out)
         after = {"{": "first key", ":": "value", ",": "key"}
@@ -144,7 +144,7 @@ class JsonObject(Body):
         return end, self._take_value(out)
 
     def _take_value(self, out: list[Part]) -> bool:
-        """Take a value that was read to its end; whether it will do."""
+        """Use a value that was read to its end. Return False if it is not valid for its key."""
         raw = "".join(self._read)
         value = self._taken()
         if self.calling:
@@ -182,7 +182,7 @@ class JsonObject(Body):
 
 
 def _loaded(raw: str) -> object:
-    """A JSON value; one that is none is no value that anything here takes: ()."""
+    """Return a JSON text's value; (), which no key accepts, if it is not JSON."""
     try:
         value: object = json.loads(raw, strict=False)
     except (ValueError, RecursionError):

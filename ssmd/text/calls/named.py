@@ -1,4 +1,4 @@
-"""A call as Mistral's later models write it: `name[ARGS]{…}`, its id in between as `name[CALL_ID]id[ARGS]{…}`."""
+"""The parser of a call as Mistral's later models write it: `name[ARGS]{…}` or `name[CALL_ID]id[ARGS]{…}`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?\[ARGS\]")
 
 
 class Named(Body):
-    """One call."""
+    """The parser of one call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parts of an answer, in the order in which they come: what is said, what is thought, and tool calls."""
+"""Parts of an answer, in the order in which they come: content, reasoning, and tool calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Said:
-    """More of what is said."""
+    """More of the content."""
 
     text: str
 
@@ -21,21 +21,21 @@ class Thought:
 
 @dataclass(frozen=True)
 class Begun:
-    """A call begins, of the tool of that name."""
+    """The beginning of a call of the tool of this name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """More of the arguments' JSON text, of the call that began last."""
+    """More of the JSON text of the last call's arguments."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The call that began last is over. whole: its arguments are a JSON object."""
+    """The end of the last call. whole: the call is complete, and its arguments are a JSON object."""
 
     whole: bool
 

@@ -1,4 +1,4 @@
-"""A call as LFM2 writes it, `name(key="value", …)`: Python's literals become the arguments' JSON as they come."""
+"""The parser of a call as LFM2 writes it, `name(key="value", …)`. It streams Python's literals as JSON arguments."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ _CLOSES = {"]": "[", "}": "{", ")": "("}
 
 
 class Literal:
-    """A literal of Python's: strings, numbers, True, False, None, lists, tuples and dicts whose keys are strings."""
+    """The parser of a Python literal: a string, number, True, False, None, list, tuple, or dict with string keys."""
 
     def __init__(self) -> None:
         self.begun = self.over = self.failed = False
         self._open: list[str] = []
         self._expects = "value"  # or "first", "next", "first key", "next key", ":", "more"
         self._quote = ""
-        self._escape = ""  # as far as it came
+        self._escape = ""  # an unfinished escape so far
         self._scalar = ""
 
     def push(self, text: str, at: int) -> tuple[int, str]:
-        """(how far it goes in the text, the JSON of that). A scalar is over when something else follows it."""
+        """Take in the text from `at` on. Return (where it stopped, the JSON of that part).
+
+        A scalar is over when another character follows it.
+        """
         json_: list[str] = []
         while at < len(text) and not (self.over or self.failed):
             if self._escape:
@@ -104,7 +107,7 @@ class Literal:
         self._end_value()
 
     def _begin(self, json_: list[str], *, key: bool) -> bool:
-        """Write what stands before a value, or before a key where one has to be; whether it may begin here."""
+        """Begin a value, or with `key` also a dict's key, and write a comma if needed. Return False if not allowed."""
         if self._expects not in ("value", "first", "next", *(("first key", "next key") if key else ())):
             return False
         self.begun = True
@@ -148,7 +151,7 @@ class Literal:
 
 
 class Pythonic(Body):
-    """One call. Its name is told of when its first argument has a name, or it has none."""
+    """The parser of one call. The call is reported once its first argument has a name, or it has no arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +199,7 @@ class Pythonic(Body):
         return True
 
     def _open(self, out: list[Part]) -> str:
-        """What stands before an argument. The first one makes the call known."""
+        """Return the JSON before an argument. Before the first one, report the call."""
         if self.calling:
             self._unsaid.clear()
             return ", "

@@ -1,8 +1,7 @@
-"""Tool calls in what an answer says, told from the text around them as both come.
+"""The parser that separates an answer's tool calls from the text around them, as both come.
 
-Nothing of a marker is sent, nor what may become one. A call that is malformed before its name and the beginning of its
-arguments are there is text, with its markers; one that breaks later stays a call, as far as it came, and what follows
-that place is text.
+Markers are not sent, and text that may become one waits. A call that is malformed before its name and the beginning of
+its arguments is sent as text, with its markers. A call that breaks later stays a call up to there; the rest is text.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from ssmd.text.calls.formats import Format
 from ssmd.text.calls.parts import Begun, Ended, Part, Said
 from ssmd.text.markers import first, may_become
 
-SEARCHED = 1024  # characters of what was no call in which another one is looked for: trying all is quadratic
+SEARCHED = 1024  # characters of a failed call that are searched for another call: searching all would be quadratic
 
 
 class CallReader:
-    """One answer's calls. names: of the tools that there are. start: nothing was said before.
+    """The reader of one answer's calls. Spaces before a call, and at the end after one, are not content.
 
-    controls: the markers that are control tokens: they come by `mark`, and their text is text like any other. Spaces
-    before a call, and at the end after one, are the call's.
+    names: names of the tools. start: the answer has no content yet. controls: the markers that are control tokens;
+    `mark` takes them in, and their text is plain text.
     """
 
     def __init__(self, format_: Format, names: Collection[str], *, start: bool, controls: Collection[str] = ()) -> None:
@@ -33,15 +32,15 @@ class CallReader:
         self._openings = [marker for marker in format_.openings if marker not in controls]
         self._closings = [format_.closing] if format_.closing and format_.closing not in controls else []
         self._held = ""  # what may become a marker
-        self._spaces: list[str] = []  # behind the last word
-        self._marker = ""  # what the call began with, while it may be text
+        self._spaces: list[str] = []  # after the last word
+        self._marker = ""  # the call's first marker, while the call may still turn out to be text
         self._body: Body | None = None
         self._said: list[str] = []
-        self._over: list[bool] = []  # of each call that is over: whether it is whole
+        self._over: list[bool] = []  # for each finished call: True if it is complete
 
     @property
     def said(self) -> str:
-        """All that was said so far, without the calls."""
+        """The content so far, without the calls."""
         return "".join(self._said)
 
     @property
@@ -80,7 +79,7 @@ class CallReader:
         return bool(self._over) and all(self._over)
 
     def push(self, text: str, out: list[Part]) -> None:
-        """Take in text, and append to `out` what it tells."""
+        """Take in text, and append its parts to `out`."""
         while text:
             if self._state == "start":
                 text = self._start(text)
@@ -92,7 +91,7 @@ class CallReader:
                 text = self._after(text)
 
     def mark(self, marker: str, out: list[Part]) -> bool:
-        """Take in a control token by its text; False: it is no marker here, and nothing was done."""
+        """Take in a control token by its text. Returns False, and does nothing, if it is not a marker here."""
         if marker not in self._format.markers:
             return False
         if self._body is not None and marker in self._format.inner:
@@ -109,8 +108,9 @@ class CallReader:
         return True
 
     def end(self, out: list[Part], *, in_call: bool = False) -> None:
-        """Nothing more comes: what was held back is told as what it is by now. in_call: it is of a call that is cut,
-        and nothing that is said.
+        """End the answer, and append the parts of the text that was held back.
+
+        in_call: that text belongs to a call that is cut off, so it is not content.
         """
         if self._body is not None and in_call:
             parts: list[Part] = []
@@ -129,7 +129,7 @@ class CallReader:
         self._spaces.clear()
 
     def _start(self, text: str) -> str:
-        """The answer's first word: it may be a call without a marker."""
+        """Take in the answer's beginning, and return the rest: its first word may begin a call without a marker."""
         rest = text.lstrip(SPACES)
         self._spaces.append(text[: len(text) - len(rest)])
         if rest:
@@ -151,7 +151,7 @@ class CallReader:
         return ""
 
     def _words(self, text: str, out: list[Part]) -> None:
-        """Say a text but for the spaces at its end: what follows tells whether they are said."""
+        """Append a text as content, without the spaces at its end: the next text decides if they are content."""
         words = text.rstrip(SPACES)
         if words:
             self._say(words, out)
@@ -192,7 +192,7 @@ class CallReader:
         out += parts
 
     def _give_back(self, body: Body, out: list[Part]) -> str:
-        """What was no call is text: its marker, and what came after it, which is returned where it may hold one."""
+        """Turn a failed call into text, with its marker. Return the text after it if that may hold another call."""
         self._body, self._state = None, "text"
         if self._marker:
             self._words(self._marker, out)
@@ -202,7 +202,7 @@ class CallReader:
         return ""
 
     def _end_body(self, out: list[Part]) -> bool:
-        """The call's end has come, whatever is missing; whether nothing is."""
+        """End the call, complete or not. Return True if it is complete."""
         body = self._body
         assert body is not None
         parts: list[Part] = []
@@ -215,7 +215,7 @@ class CallReader:
         return False
 
     def _break(self, marker: str, out: list[Part]) -> None:
-        """A marker where a call may not have one ends it."""
+        """End the call at a marker that is not allowed inside it."""
         whole = self._end_body(out)
         if marker in self._format.openings:
             self._open(marker)
@@ -223,7 +223,7 @@ class CallReader:
             self._words(marker, out)
 
     def _after(self, text: str) -> str:
-        """What follows a call: its closing marker, if there is one, or anything else."""
+        """Take in the text after a call, and return the rest: it may begin with the closing marker."""
         if not self._held:
             rest = text.lstrip(SPACES)
             self._spaces.append(text[: len(text) - len(rest)])
@@ -241,11 +241,11 @@ class CallReader:
         return text
 
     def _settle(self) -> None:
-        """A call's last marker has come."""
+        """Note that a call's closing marker has come."""
         self._spaces.clear()
         self._state = "text"
 
     def _release(self, out: list[Part]) -> None:
-        """What might have become a marker does not."""
+        """Append the text that was held back as a possible marker: it is content."""
         held, self._held = self._held, ""
         self._words(held, out)

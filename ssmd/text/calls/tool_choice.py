@@ -1,4 +1,4 @@
-"""What a client says about calling its tools: whether, which, and how many at once."""
+"""A client's choice of tool calls: if the model may call tools, which ones, and how many at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether an answer may or must call tools.
+    """The client's choice of tool calls in an answer.
 
-    mode: `auto` as the model likes, `required` at least one call, `none` no call: what looks like one is text.
-
-    name: the only tool to be called; the answer is that one call. parallel: several calls in an answer are welcome.
+    mode: `auto` lets the model choose, `required` forces at least one call, `none` takes calls for text.
+    name: the only tool to be called; the answer is that one call. parallel: an answer may have several calls.
     """
 
     mode: Literal["none", "auto", "required"] = "auto"

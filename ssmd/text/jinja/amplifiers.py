@@ -1,4 +1,4 @@
-"""Jinja's filters and the string methods that can turn little into much: each tells the meter first how much."""
+"""Jinja's filters, and string methods with large results: each result's size is checked before it is made."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jinja2.utils import pass_environment
 
 from ssmd.text.jinja.meter import Meter, TooMuch
 
-MAX_COUNT = 10_000  # of batches, arguments and the like
-MAX_WIDTH = 999
-MAX_INDENT = 16  # of JSON
+MAX_COUNT = 10_000  # items of a batch or slice, and arguments of a call
+MAX_WIDTH = 999  # characters of a formatted field
+MAX_INDENT = 16  # characters of JSON's indentation
 
-# As Jinja has them. Left out: random and lipsum (a prompt must come out the same each time), HTML's.
+# Jinja's own filters. Left out: random and lipsum, as a prompt must come out the same each time, and those for HTML.
 # fmt: off
 FILTER_NAMES = (
     "abs", "attr", "batch", "capitalize", "center", "count", "d", "default", "dictsort", "filesizeformat",
@@ -27,21 +27,21 @@ FILTER_NAMES = (
     "sort", "string", "sum", "title", "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
 )
 # fmt: on
-# What stands for a control token's text (text/controls.py) must be there when it is made that text again. Behind a
-# backslash that is escaped itself it is text.
+# A private-use character that stands for a control token's text (text/controls.py), escaped as JSON. It is unescaped
+# so that it can become that text again. After an escaped backslash it is plain text.
 _PRIVATE = re.compile(r"\\\\|\\u(db[c-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
 _PARENTHESES = re.compile(r"[()]")
 _PERCENT_WIDTHS = re.compile(r"[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 
 
 class Amplifiers:
-    """The checks; `meter` gives the account of the rendering that is going on in this thread."""
+    """The checks. meter: returns the meter of the rendering in this thread."""
 
     def __init__(self, meter: Callable[[], Meter]) -> None:
         self._meter = meter
 
     def filters(self) -> dict[str, Callable[..., Any]]:
-        """All filters that a chat template can use."""
+        """Return all filters that a chat template can use."""
         plain: dict[str, Callable[..., Any]] = {name: FILTERS[name] for name in FILTER_NAMES}
         return plain | {
             "batch": _counted(FILTERS["batch"]),
@@ -61,7 +61,7 @@ class Amplifiers:
         }
 
     def check_method(self, owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Check a call of a string's method before it is made; the arguments to call it with. Raises TooMuch."""
+        """Check a call of a string's method before it is made. Returns its arguments. Raises TooMuch."""
         meter = self._meter()
         given = args
         args = args or tuple(kwargs[key] for key in ("tabsize", "sep") if key in kwargs)
@@ -167,7 +167,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _closing(text: str, at: int) -> int:
-    """The place after the parenthesis that closes the one at `at`, or the end."""
+    """Return the position after the parenthesis that closes the one at `at`; the end if there is none."""
     depth = 0
     for found in _PARENTHESES.finditer(text, at):
         depth += 1 if found[0] == "(" else -1

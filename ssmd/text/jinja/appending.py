@@ -1,7 +1,7 @@
-"""Chat templates whose text only grows: rendered from a message on, and refused for whatever else could change.
+"""Chat templates whose text only grows, rendered from a message on. Any other template is refused.
 
-Instead of a list of messages the template sees an object that can do nothing but what no later message changes and
-what needs no message that is not there. docs/architecture.md has the proof.
+Instead of a list of messages the template gets an object. It refuses every operation whose result could change with
+later messages, or needs a message that was skipped. docs/architecture.md has the proof.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ssmd.text.jinja.compiling import Appended, NotAppendable
 from ssmd.text.jinja.meter import Meter
 from ssmd.text.jinja.sandbox import Offered, Sandbox, TemplateNamespace
 
-_BEFORE = -1  # the turn of everything that stands before the loop
+_BEFORE = -1  # the loop's turn while it has not begun
 
 
 class Flow:
-    """One rendering's way through a conversation, of which the messages from `skipped` on are there, and the first.
+    """The progress of one rendering through a conversation, of which it has the first message and those from `skipped`.
 
-    turn: the message whose turn of the loop it is. ended: nothing comes after it. begins: the characters put out
-    before message `skipped`. settled: the last message before which nothing has looked at it or at what follows, and
-    the characters put out before it.
+    turn: number of the message in the loop's present turn. ended: the loop is over. begins: characters put out before
+    message `skipped`. settled: the last message such that no earlier turn read it or a later one, and the characters
+    put out before it.
     """
 
     def __init__(self, first: Mapping[str, Any], skipped: int, rest: Sequence[Mapping[str, Any]], meter: Meter) -> None:
@@ -47,7 +47,7 @@ class Flow:
         raise NotAppendable(f"the chat template asks for {what}")
 
     def open(self, start: int) -> Iterator[Mapping[str, Any]]:
-        """The messages from number `start` on, for the one loop over them."""
+        """Return an iterator over the messages from number `start` on, for the only loop over them."""
         if self._opened:
             self.refuse("the messages once more")
         if self.skipped and start > self.skipped:
@@ -73,7 +73,7 @@ class Flow:
 
 
 class Said:
-    """The messages from number `start` on, as far as a template may ask."""
+    """The list of messages from number `start` on, limited to the operations that a template may use."""
 
     __slots__ = ("_flow", "_start")
 
@@ -99,7 +99,7 @@ class Said:
         return max(0, self._flow.count - self._start)
 
     def __bool__(self) -> bool:
-        # Only conversations of two messages or more get here: the first rendering wants them, the others continue it.
+        # Conversations here have two messages or more: the first rendering requires it, and others continue one.
         return self._start <= 1 or len(self) > 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -117,7 +117,7 @@ class Said:
 
 
 class Told:
-    """The messages of a loop, one by one. missing: how many of its first turns are not there."""
+    """The messages of a loop, one by one. missing: number of its first turns that are skipped."""
 
     def __init__(self, said: Said) -> None:
         self.flow = said._flow
@@ -128,7 +128,7 @@ class Told:
         return self._iterator
 
     def attribute(self, loop: LoopContext, name: str) -> Any:
-        """What `loop` has by this name."""
+        """Return the attribute of `loop` with this name, counted as if no turn were skipped."""
         if name in ("last", "depth", "depth0"):
             return getattr(loop, name)
         index0 = loop.index0 + self.missing
@@ -154,7 +154,7 @@ class KeptNamespace(TemplateNamespace):
         self._flow, self._turn = flow, flow.turn
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # Read around Namespace, whose attributes are the template's.
+        # Bypass Namespace's attribute lookup: it finds only the template's own names.
         flow, turn = (object.__getattribute__(self, own) for own in ("_flow", "_turn"))
         if turn != flow.turn and not flow.ended:
             flow.refuse(f"a namespace's {name!r} from one turn of the loop to the next")
@@ -186,7 +186,7 @@ class AppendingSandbox(Sandbox):
     # Called by compiled templates.
 
     def each(self, items: Any) -> Any:
-        """What a loop runs over that puts out as it goes, with no other loop around it."""
+        """Return the iterable of a loop that writes to the output and has no other loop around it."""
         self.flow.looping = False
         return Told(items) if isinstance(items, Said) else items
 
@@ -196,7 +196,7 @@ class AppendingSandbox(Sandbox):
             self.flow.mark()
 
     def asked(self, generate: Any) -> Any:
-        """Give `add_generation_prompt`, which only what stands after all messages may know."""
+        """Return `add_generation_prompt`. It may be read only in the last message's turn or after the loop."""
         if not self.flow.ended and self.flow.turn != self.flow.count - 1:
             self.flow.refuse("add_generation_prompt before the last message")
         return generate
@@ -212,7 +212,7 @@ class AppendingSandbox(Sandbox):
         return template
 
     def _same(self, value: Any, other: Any) -> bool:
-        """Jinja's `is sameas`, but not of texts: whether two are one object is Python's business."""
+        """Test as Jinja's `is sameas`, but only against None and booleans: other identities depend on Python."""
         if not (other is None or isinstance(other, bool)):
             self.flow.refuse("the identity of values")
         return value is other
@@ -221,7 +221,7 @@ class AppendingSandbox(Sandbox):
         return self._kept(super()._paced(items), self.flow.turn)
 
     def _kept(self, items: Iterator[Any], turn: int) -> Iterator[Any]:
-        """Items that are taken in the turn of the loop in which they were made: what is left carries something on."""
+        """Yield items only in the loop's turn in which they were made: an iterator could carry state to later turns."""
         while True:
             if turn != self.flow.turn and not self.flow.ended:
                 self.flow.refuse("a filter's items in several turns of the loop")

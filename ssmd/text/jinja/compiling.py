@@ -1,4 +1,4 @@
-"""How chat templates are compiled: like any Jinja template, with a call of the sandbox at every step that counts."""
+"""The compiler of chat templates: Jinja's own, with calls of the sandbox at every step that is metered or checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jinja2.visitor import NodeTransformer
 
 
 class Ticks(NodeTransformer):
-    """Puts a tick where every repetition passes: loop bodies and their conditions, macros, blocks."""
+    """A visitor that puts a tick into everything that can repeat: loop bodies and their conditions, macros, blocks."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -40,7 +40,7 @@ class Ticks(NodeTransformer):
 
 
 class NotAppendable(SecurityError):
-    """A template wants what later messages could change, or what is not there."""
+    """A template's use of a value that later messages could change, or of a message that was skipped."""
 
 
 # fmt: off
@@ -55,9 +55,9 @@ _CARRY_NOTHING = (
 
 
 class Appended(NodeTransformer):
-    """Leads what a loop over messages can learn through the sandbox. Raises NotAppendable where it cannot be led.
+    """A visitor that routes a loop's iterable and `loop` through the sandbox. Raises NotAppendable if it cannot.
 
-    A loop is in the flow if all it puts out is the template's output, and no other loop is around it.
+    A loop is in the flow if it writes straight to the template's output, and no other loop is around it.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Appended(NodeTransformer):
         return super().visit(node, *args, **kwargs)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        # `else` asks whether any turn came to its end; a condition, for what is not told of what follows.
+        # `else` depends on whether any turn was completed, and a condition can read later messages unnoticed.
         flows = self._flows and not (node.test or node.else_ or node.recursive)
         self._apart(node)
         if flows:
@@ -104,7 +104,7 @@ class Appended(NodeTransformer):
 
 
 def _call(hook: str, *args: Any, at: nodes.Node | None = None) -> nodes.Call:
-    """A call of one of the sandbox's methods."""
+    """Return a node that calls one of the sandbox's methods."""
     lineno: int = (at or args[0]).lineno
     return nodes.Call(nodes.EnvironmentAttribute(hook, lineno=lineno), [*args], [], None, None, lineno=lineno)
 
@@ -118,7 +118,7 @@ def _tick_statement(node: nodes.Node) -> nodes.ExprStmt:
 
 
 class MeteredCode(CodeGenerator):
-    """Compiles what makes, compares or prints values so that the meter sees the result."""
+    """A code generator that passes every value that is made, compared or printed to the meter."""
 
     def write_commons(self) -> None:
         super().write_commons()
@@ -175,7 +175,7 @@ class MeteredCode(CodeGenerator):
 
 
 class Generation(Extension):
-    """transformers' {% generation %} … {% endgeneration %}, which marks the answer for training: just its contents."""
+    """transformers' tag {% generation %} … {% endgeneration %}, a mark for training. It renders just its contents."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's way
 

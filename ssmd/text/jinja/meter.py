@@ -1,8 +1,8 @@
-"""What one rendering of a chat template may use: CPU time, the size of a value, the sum of what it makes.
+"""Limits of one rendering of a chat template: CPU time, the size of each value, and of all values together.
 
-A template comes with a model from somewhere: Jinja's sandbox keeps it from escaping, this keeps it from eating the
-machine. Sizes are in units of a character; an element of a container counts 8 besides its contents, as often as it is
-referred to, so that whatever is printed or compared is as small as it was measured.
+A template comes with an untrusted model. Jinja's sandbox keeps it from escaping; the limits keep it from exhausting
+the machine. Sizes are in characters. Each element of a container counts 8 besides its contents, as often as it is
+referred to. So no printed or compared value is larger than its measured size.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-CPU_LIMIT_S = 1.0
-MESSAGES_A_SECOND = 2500  # the slowest template in use renders 30,000, on a slow core
-LONGEST_S = 10.0  # for however many messages
-VALUE_LIMIT = 1 << 20
-WORK_LIMIT = 1 << 28
-MAX_BITS = 4096
-MAX_DEPTH = 64
-ELEMENT = 8
-CHECK_EVERY = 16  # ticks between looks at the clock
-LOOK_EVERY_S = 0.001
+CPU_LIMIT_S = 1.0  # CPU time of a rendering of few messages
+MESSAGES_A_SECOND = 2500  # messages per second of CPU time; on a slow core the slowest template in use renders 30,000
+LONGEST_S = 10.0  # CPU time of a rendering of any number of messages
+VALUE_LIMIT = 1 << 20  # size of one value, beside 4 for each given character
+WORK_LIMIT = 1 << 28  # size of all values together, beside 64 for each given character
+MAX_BITS = 4096  # bits of a number
+MAX_DEPTH = 64  # nesting of a value
+ELEMENT = 8  # size of a container's element, beside its contents
+CHECK_EVERY = 16  # ticks between checks of the clock
+LOOK_EVERY_S = 0.001  # shortest time between reads of the thread's CPU clock
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, dict, type({}.keys()), type({}.values()), type({}.items()))
 
 
 class TooMuch(SecurityError):
-    """A template wants more than it may have."""
+    """A template that exceeds a limit."""
 
 
 class Meter:
-    """One rendering's account. Limits grow with what is given: sizes with its characters, time with the messages.
+    """The usage and limits of one rendering. Sizes grow with the given characters, CPU time with the messages.
 
-    written: the characters put out so far.
+    written: characters put out so far.
     """
 
     def __init__(self, given: int, messages: int = 1) -> None:
@@ -42,21 +42,21 @@ class Meter:
         self.limit = VALUE_LIMIT + 4 * given
         self._work_left = WORK_LIMIT + 64 * given
         self._deadline = time.thread_time() + self._seconds
-        self._look = time.perf_counter() + self._seconds  # before that the thread cannot have run so long
+        self._look = time.perf_counter() + self._seconds  # before then the thread cannot have used up its CPU time
         self._ticks = 0
-        self._known: dict[int, tuple[Any, int]] = {}  # containers never change: the sandbox is an immutable one
+        self._known: dict[int, tuple[Any, int]] = {}  # sizes of containers, which the immutable sandbox never changes
 
     # Called by compiled templates, as `meter_tick` and `meter_made`.
 
     def tick(self) -> bool:
-        """Count a step: a turn of a loop, or a call of a macro. Raises TooMuch when the time is up."""
+        """Count a step, such as a turn of a loop or a call of a macro. Raises TooMuch when the time is up."""
         self._ticks += 1
         if self._ticks % CHECK_EVERY == 0:
             self.check_time()
         return True
 
     def made(self, value: Any) -> Any:
-        """Count a value that was made or is printed, and give it back. Raises TooMuch if it or the sum is too much."""
+        """Count a value that was made or is printed, and return it. Raises TooMuch if it or the sum is too large."""
         kind = type(value)
         if kind is bool:
             new = 1
@@ -78,7 +78,8 @@ class Meter:
         return value
 
     def check_time(self) -> None:
-        # CPU time of this thread, so that a busy machine refuses nothing. To ask for it takes five times as long.
+        # The limit is the thread's CPU time, so a busy machine does not refuse a template. Reading that clock takes
+        # five times as long as the wall clock.
         if time.perf_counter() < self._look:
             return
         left = self._deadline - time.thread_time()
@@ -87,17 +88,17 @@ class Meter:
             raise TooMuch(f"the chat template runs for more than {self._seconds:g} s")
 
     def fits(self, size: int) -> None:
-        """Check, before a value is made, that one of this size may be. Raises TooMuch."""
+        """Check the size of a value before it is made. Raises TooMuch."""
         if size > self.limit:
             raise TooMuch(f"the chat template makes a value of more than {self.limit} characters")
 
     def wrote(self, size: int) -> None:
-        """Count what was put out. Raises TooMuch."""
+        """Count characters that were put out. Raises TooMuch."""
         self.written += size
         self.fits(self.written)
 
     def size(self, value: Any, depth: int = 0) -> int:
-        """The value's size if it were written out. Raises TooMuch as soon as it exceeds the limit."""
+        """Return the value's size if it were written out. Raises TooMuch as soon as it exceeds the limit."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):

@@ -1,6 +1,7 @@
-"""The Jinja environment that chat templates run in: nothing escapes, nothing random, every step on the meter.
+"""The Jinja environment of chat templates: sandboxed, deterministic, and metered at every step.
 
-Only what is listed here can be called, and whatever could turn little into much says first how much it will be.
+Only the functions and methods listed here can be called. The size of a possibly large result is checked before it is
+made.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Offered:
 
 
 class TemplateDict(Offered):
-    """The type `dict` of templates: it can be called, has `fromkeys`, and nothing else of the type.
+    """The type `dict` of templates: it can be called and has `fromkeys`, but no other member of the type.
 
-    Each key is a step on the meter: one whose hash others have, too, is compared with all of them.
+    Each key counts as a step on the meter, as a key is compared with all others of the same hash.
     """
 
     def __init__(self, meter: Callable[[], Meter]) -> None:
@@ -147,13 +148,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # Called by compiled templates.
 
     def made(self, value: Any) -> Any:
-        """Count what a filter, an operator or a call returns, and give it back."""
+        """Count the result of a filter, an operator or a call, and return it."""
         if type(value) is not str and isinstance(value, Iterator):
             return self._paced(value)
         return self.meter.made(value)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """What Jinja's gives. Of the commonest values it is known to be safe, and where to look first."""
+        """Return an attribute as Jinja's `getattr` does, with a shortcut for common types that are known to be safe."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -173,7 +174,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.concat([str(part) for part in parts])
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Join what a macro or a {% set %} block printed."""
+        """Join the text that a macro or a {% set %} block printed."""
         texts: list[str] = list(parts)
         meter = self.meter
         meter.fits(sum(map(len, texts)))
@@ -260,7 +261,7 @@ def _raise(message: Any = "") -> None:
 
 
 class _MeteredFormatter(SandboxedFormatter):
-    """str.format, whose fields may not be wide and whose result must fit."""
+    """A str.format with limits on the width of fields and the size of the result."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         super().__init__(sandbox)

@@ -106,7 +106,7 @@ def test_what_fails_is_told_and_the_rest_goes_on(
     seen = found["ways"]["whole"]
     assert "SIGKILL" in seen["models"]["decode"]["problem"]
     assert seen["models"]["prefill_16"]["compile_s"] > 0
-    assert seen["models"]["prefill_64"] == {"problem": "it said '[1] freed'"}
+    assert seen["models"]["prefill_64"] == {"problem": "it printed '[1] freed' instead of a result"}
     assert not seen["executed"]["passed"]
     assert "cpu: golden values FAILED (worst step " in lines[-1]
     assert not report["ok"]
