@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import tarfile
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -112,13 +113,17 @@ def _of_family(family: str) -> set[Path]:
 
 @cache
 def code_of(text: str) -> str:
-    """A module's lines but for those that are blank, all comment, or docstring."""
+    """Return a module's lines without comments, docstrings and blank lines."""
     skipped: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
             skipped.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    lines = enumerate(text.splitlines(), 1)
-    return "\n".join(line for n, line in lines if n not in skipped and line.strip() and line.strip()[0] != "#")
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    return "\n".join(line for n, line in enumerate(lines, 1) if n not in skipped and line.strip())
 
 
 def _version(package: str) -> str | None:

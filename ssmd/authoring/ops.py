@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # Q: the fastest of 32, 64, 128, 256 on CPU (docs/log.md)
+CHUNK = 64  # Q: the fastest of 32, 64, 128, 256 on CPU (docs/notes/log.md)
 NAIVE_CHUNK = 256  # Q of the published models
 
 

@@ -90,7 +90,7 @@ def compared(found: NDArray[np.float32], reference: NDArray[np.float32], tokens:
     for start in range(0, n, _ROWS):
         rows = slice(start, start + _ROWS)
         own, true = _log_softmax(found[rows]), _log_softmax(reference[rows])
-        known = following[rows, None]  # of the last token nobody knows what follows
+        known = following[rows, None]  # the last token has no known successor
         loss, loss_f32 = (
             total - float(np.take_along_axis(p[: len(known)], known, 1).sum()) / max(n - 1, 1)
             for total, p in ((loss, own), (loss_f32, true))
