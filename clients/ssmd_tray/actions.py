@@ -50,13 +50,13 @@ def unload(data_dir: Path, model: str) -> str:
     """Unload a model once it has no requests."""
     row = _client(data_dir).send("POST", _model(model, "/unload"))
     gone = isinstance(row, dict) and row.get("state") == "unloaded"
-    return f"{plain(model)} is not loaded any more" if gone else f"{plain(model)} goes when it answers nobody any more"
+    return f"{plain(model)} is not loaded any more" if gone else f"{plain(model)} is unloaded after its last request"
 
 
 def pin(data_dir: Path, model: str, pinned: bool) -> str:
-    """Have a model stay once it is loaded, or not."""
+    """Pin a model, so that it stays once it is loaded, or unpin it."""
     _client(data_dir).send("PATCH", _model(model), {"pinned": pinned})
-    return f"{plain(model)} {'stays once it is loaded' if pinned else 'goes again when nobody asks for it'}"
+    return f"{plain(model)} {'stays once it is loaded' if pinned else 'is unloaded again when it is idle'}"
 
 
 def page(data_dir: Path) -> str:

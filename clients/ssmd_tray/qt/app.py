@@ -180,9 +180,7 @@ class Tray(QObject):
         item = self._login()
         try:
             item.enable() if on else item.disable()
-            self._say(
-                "" if item.tried else f"{item.path} was written; on this system nobody has tried whether it works"
-            )
+            self._say("" if item.tried else f"{item.path} was written; on this system it has not been tested")
         except OSError as err:
             self._say(f"cannot change {item.path}: {err.strerror or err}")
             self.window.unasked()

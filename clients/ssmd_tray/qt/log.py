@@ -48,7 +48,7 @@ class Log(QWidget):
             self._write(self._reader.last(_LINES))
             self._timer.start(_LOOK_MS)
         except FileNotFoundError:
-            self._write([f"there is no {self._data_dir / FILE}: no daemon has run there that keeps anything"])
+            self._write([f"there is no {self._data_dir / FILE}: no daemon with a log has run there"])
         except OSError as err:
             self._write([f"the log cannot be read: {err.strerror or err}"])
 
