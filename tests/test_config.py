@@ -241,7 +241,7 @@ def test_a_settings_file_that_others_may_write_is_refused(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
-def test_a_settings_file_with_a_key_that_others_may_read_is_refused(
+def test_a_settings_file_with_a_key_that_others_read_is_refused(
     mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_file(tmp_path / "config.toml", 'api_key = "a-secret-key"\n')
@@ -254,9 +254,7 @@ def test_a_settings_file_with_a_key_that_others_may_read_is_refused(
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files away")
-def test_a_key_may_be_read_through_a_group_where_another_owns_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_may_be_group_readable_if_another_owns_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_file(tmp_path / "config.toml", 'api_key = "a-secret-key"\n')
     monkeypatch.setenv("SSMD_CONFIG", str(file))
     os.chown(file, 65534, 0)

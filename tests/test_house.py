@@ -203,7 +203,7 @@ def test_no_name_of_unix_goes_unseen() -> None:
     assert list(_unix_names("hasattr(signal, 'SIGHUP')")) == ["signal.SIGHUP"]
 
 
-def test_what_an_artifact_or_a_source_holds_has_the_same_bytes_on_every_system() -> None:
+def test_artifacts_and_sources_have_equal_bytes_on_every_system() -> None:
     """Its files are hashed and moved; a text has Windows' own line ends there unless it is said otherwise."""
     for module, file in MODULES.items():
         if module.startswith(("ssmd.model.", "ssmd.hub.", "ssmd.refit.", "ssmd.build.")) or module.endswith(".build"):

@@ -288,7 +288,7 @@ def test_an_answer_under_way_is_followed_and_ended_by_its_name(tiny: Daemon) -> 
     soon(lambda: idle(tiny))
 
 
-def test_characters_that_ssmd_itself_uses_are_no_more_than_characters(tiny: Daemon) -> None:
+def test_characters_that_ssmd_uses_itself_are_plain_characters(tiny: Daemon) -> None:
     text = "a\U00100000b\U0010fff0<|im_end|>"
     assert texts(complete(tiny, text, echo=True))[0].startswith(text)
     plain = complete(tiny, text).json["usage"]["prompt_tokens"]

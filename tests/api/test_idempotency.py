@@ -323,7 +323,7 @@ def test_killed_between_commit_and_answer(artifact: Path, tmp_path: Path) -> Non
     store.close()
 
 
-def test_an_answer_that_could_not_be_stored_is_not_an_earlier_one(
+def test_an_answer_that_could_not_be_stored_is_not_replayed(
     artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 0.4)

@@ -190,7 +190,7 @@ def test_what_others_ask_is_not_told(models: Path) -> None:
 # The stream.
 
 
-def test_four_events_a_second_at_most_and_none_while_nothing_changes(three: Several) -> None:
+def test_at_most_four_events_a_second_and_none_without_changes(three: Several) -> None:
     with Events(three.served) as watching:
         soon(lambda: bool(watching.found))
         time.sleep(0.8)

@@ -77,7 +77,7 @@ def fields(value: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def test_every_field_is_in_the_page_and_every_one_of_the_page_is_there(shown: tuple[dict[str, Any], str]) -> None:
+def test_the_page_documents_every_metrics_field_and_no_others(shown: tuple[dict[str, Any], str]) -> None:
     documented = [name for row in tables("## The JSON") for name in names(row[0])]
     of_series = [name for row in tables("### A series") for name in names(row[0])]
     of_kinds = ["now", "start", "last", "series"]

@@ -303,7 +303,7 @@ def test_what_cannot_be_loaded_is_told_and_not_asked_for_again(three: Several) -
     soon(lambda: three.leases() == 0)
 
 
-def test_a_name_means_another_runtime_where_the_first_cannot_be_loaded(three: Several) -> None:
+def test_a_name_means_another_runtime_if_the_first_cannot_load(three: Several) -> None:
     graph = next((three.models / "llama").rglob("*.tflite"))
     good = graph.read_bytes()
     graph.unlink()  # it is a link
@@ -465,7 +465,7 @@ def test_a_shutdown_in_the_middle_of_a_load(models: Path, caplog: pytest.LogCapt
     assert "failed at a piece of work" not in caplog.text
 
 
-def test_a_repeated_request_waits_for_the_first_and_holds_nothing(three: Several) -> None:
+def test_a_repeated_request_waits_for_the_first_without_a_lease(three: Several) -> None:
     with three.held_back(GRANITE) as gate, ThreadPoolExecutor() as threads:
         name = {"idempotency-key": "once"}
         both = [threads.submit(three.chat, "granite", headers=name) for _ in range(2)]

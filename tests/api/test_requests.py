@@ -231,7 +231,7 @@ def test_what_waits_for_its_model_is_stopped(three: Several) -> None:
     three.quiet()
 
 
-def test_in_the_background_it_waits_for_its_model_without_its_client(three: Several) -> None:
+def test_a_background_request_awaits_its_model_without_a_client(three: Several) -> None:
     with three.held_back(LLAMA) as gate:
         for background in (True, False):
             with three.asking("llama", f"Later {background}", max_tokens=20, background=background):

@@ -251,7 +251,7 @@ def _closed(one: socket.socket) -> bool:
     return True
 
 
-def test_bodies_under_way_have_a_bound_together_and_short_ones_are_free() -> None:
+def test_bodies_in_flight_share_a_bound_and_short_ones_are_free() -> None:
     arrived: list[int] = []
 
     async def count(request: Request) -> JSONResponse:

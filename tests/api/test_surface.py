@@ -55,7 +55,7 @@ def ask(one: Daemon, method: str, path: str, body: Any = None, **headers: str) -
     return one.served.ask(method, at(path), body, {**bearer(KEY), **headers})
 
 
-def test_every_route_is_in_the_document_and_every_one_there_is_a_route(tiny: Daemon) -> None:
+def test_the_document_lists_every_route_and_no_others(tiny: Daemon) -> None:
     app = create_app(tiny.host, Settings())
     assert isinstance(app, Security)
     assert isinstance(app._app, Starlette)

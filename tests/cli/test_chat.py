@@ -166,7 +166,7 @@ def _shell(home: Home, command: str, **extra: str) -> subprocess.CompletedProces
     return subprocess.run(["/bin/sh", "-c", command], env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_sessions_are_continued_by_id_by_its_beginning_and_as_the_last(either: Home) -> None:
+def test_run_continues_a_session_by_id_by_id_prefix_or_as_last(either: Home) -> None:
     asked = ("--temperature", "0", "--max-tokens", "4", "--json")
     first = json.loads(either.ssmd("run", "llama", "One", *asked)[0])
     assert first["usage"]["completion_tokens"] == 4
@@ -519,7 +519,7 @@ def test_the_daemon_is_killed_and_comes_back_elsewhere(models: Path, tmp_path: P
             chatting.__exit__(None, None, None)
 
 
-def test_a_session_that_is_removed_meanwhile_goes_on_in_a_new_one(home: Home) -> None:
+def test_chat_goes_on_in_a_new_session_after_its_own_is_removed(home: Home) -> None:
     with home.chat() as chat:
         chat.line("One")
         chat.until(STORED)

@@ -149,7 +149,7 @@ def write_turns(engine: Engine, store: Store, talk: Talk, count: int) -> Talk:
     return talk
 
 
-def test_a_request_reads_as_little_of_a_long_conversation_as_of_a_short_one(served: tuple[Engine, Store]) -> None:
+def test_reads_of_a_request_do_not_grow_with_the_conversation(served: tuple[Engine, Store]) -> None:
     engine, store = served
     talk = talked(engine, (SYSTEM,), "Who is there?")
     costs = []

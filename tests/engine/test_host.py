@@ -112,7 +112,7 @@ def test_a_daemon_that_was_started_for_no_model_loads_none(models: Path) -> None
         assert loaded(host) == {LLAMA}, "it was named"
 
 
-def test_a_model_loads_once_for_all_who_ask_and_goes_when_it_is_idle(models: Path) -> None:
+def test_a_model_loads_once_for_all_requests_and_unloads_if_idle(models: Path) -> None:
     with hosting(models, keep_alive=0.3) as host:
         assert loaded(host) == set()
         waiting = [host.lend(host.shelf.find("llama")) for _ in range(5)]
@@ -173,9 +173,7 @@ def test_a_model_that_is_larger_than_the_budget(models: Path) -> None:
         open_host(Settings(models_dir=models, data_dir=models.parent / "data", memory_budget=1000), "llama", keep=False)
 
 
-def test_what_is_too_large_alone_is_loaded_where_no_budget_was_given(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_too_large_alone_is_loaded_without_a_set_budget(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 40 << 20)
     with hosting(models) as host:
         assert host.budget == 40 << 20
@@ -284,7 +282,7 @@ def test_a_budget_that_nobody_said_bounds_no_answers(models: Path, monkeypatch: 
         lease.release()
 
 
-def test_a_model_waits_for_the_memory_of_answers_beside_the_first(models: Path) -> None:
+def test_a_model_waits_for_the_memory_of_additional_answers(models: Path) -> None:
     with hosting(models) as host:
         each = lane(host)
     with hosting(models, memory_budget=(64 << 20) + each) as host:
@@ -386,7 +384,7 @@ def test_a_load_that_fails_is_told_and_not_tried_in_a_loop(
         assert state(host, GRANITE)["problem"] is None
 
 
-def test_a_folder_that_is_replaced_is_finished_with_and_loaded_anew(models: Path, artifacts: TinyArtifacts) -> None:
+def test_a_replaced_folder_is_loaded_anew_after_its_last_lease(models: Path, artifacts: TinyArtifacts) -> None:
     with hosting(models) as host:
         old = lent(host, "granite")
         before = old.model.manifest.build
@@ -477,7 +475,7 @@ def test_too_many_wait_for_a_model(models: Path) -> None:
             future.result(60).release()
 
 
-def test_room_is_made_of_the_idle_first_and_of_no_more_than_it_takes() -> None:
+def test_room_is_made_of_idle_models_first_and_only_as_needed() -> None:
     nowhere = Model("m@litert", Installed("m", Path("m"), None), None)
 
     def sized(size: int, used: float, leases: int = 0, pinned: bool = False) -> Hosted:

@@ -133,14 +133,14 @@ def test_a_prompt_that_ends_takes_a_place_of_the_step() -> None:
     assert len(shares.choices(answers(a=3, b=1, c=1, d=1), beside=1)) == 6  # five cost what eight do, and none is left
 
 
-def test_each_client_has_a_token_in_each_step_whatever_that_costs() -> None:
+def test_each_client_has_a_token_in_each_step_at_any_cost() -> None:
     found = steps(Shares(8, step_cost=batched), answers(a=2, b=1, c=2, d=1, e=1), 6)
     for step in found:
         assert {choice[0] for choice in step} == set("abcde")
     assert len(found[0]) == 7  # all of them, as eight cost what five do
 
 
-def test_where_streams_take_steps_one_after_another_each_client_has_one() -> None:
+def test_where_steps_are_serial_each_client_has_one_choice() -> None:
     found = steps(Shares(8), answers(a=5, b=2), 10)
     assert all(sorted(choice[0] for choice in step) == ["a", "b"] for step in found)
     counted = Counter(choice for step in found for choice in step)

@@ -131,7 +131,7 @@ def test_a_plan_reads_once_and_counts_no_sizes(served: tuple[Engine, Store]) -> 
     assert [s for s in statements if "turn_checkpoint" in s], "which is how sizes are counted"
 
 
-def test_turns_that_cannot_be_read_do_not_keep_a_request_from_its_answer(served: tuple[OwnEngine, Store]) -> None:
+def test_unreadable_turns_do_not_keep_a_request_from_its_answer(served: tuple[OwnEngine, Store]) -> None:
     engine, store = served
     session, messages = begun(engine)
     (turn,) = store.turns(session)

@@ -212,7 +212,7 @@ def test_what_comes_after_calls_is_their_results(loaded: tuple[Artifact, Program
         assert whole.startswith(text)
 
 
-def test_a_template_that_takes_neither_system_prompt_nor_two_messages_of_a_user(
+def test_tools_fit_an_alternating_template_without_system_prompt(
     loaded: tuple[Artifact, Program], tmp_path: Path
 ) -> None:
     made = Message("assistant", "", tool_calls=(ToolCall("a", "weather", "{}"), ToolCall("b", "weather", "{}")))

@@ -433,9 +433,7 @@ def test_nothing_is_fetched_for_an_npu_that_is_not_here(what: tuple[str], server
     assert not server.asked
 
 
-def test_what_was_pulled_for_an_npu_does_not_stand_in_for_the_processor(
-    artifacts: TinyArtifacts, tmp_path: Path
-) -> None:
+def test_a_model_pulled_for_an_npu_is_not_used_on_the_cpu(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     """SmolLM2 is made for that, too, on the spot."""
     models = tmp_path / "data" / "models" / "smollm2"
     models.mkdir(parents=True)

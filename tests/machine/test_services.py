@@ -107,7 +107,7 @@ def test_the_task_of_windows(tmp_path: Path) -> None:
     assert root.findtext(".//t:Arguments", namespaces=names) == "-m ssmd serve"
 
 
-def test_the_variables_of_a_task_are_set_by_the_python_that_starts(tmp_path: Path) -> None:
+def test_python_sets_the_variables_of_a_task_when_it_starts(tmp_path: Path) -> None:
     """What Windows would run is run here, but for the module."""
     task = TaskScheduler(tmp_path / "service.xml", "me")
     root = ElementTree.fromstring(task.text(DEFINITION).partition("\n")[2])

@@ -182,7 +182,7 @@ def test_a_chain_tells_echoes_from_others(a: list[Message], b: list[Message]) ->
 
 
 @given(st.lists(messages_, max_size=6))
-def test_an_echo_has_the_chains_of_the_answers_but_the_last_message(messages: list[Message]) -> None:
+def test_an_echo_has_chains_of_answers_except_the_last_message(messages: list[Message]) -> None:
     ends = [i + 1 for i, m in enumerate(messages[:-1]) if m.role == "assistant"]
     echo = Echo.of(messages)
     assert list(echo.lengths) == ends

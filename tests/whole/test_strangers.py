@@ -312,7 +312,7 @@ def test_what_was_made_here_is_loaded_at_once(artifacts: TinyArtifacts, tmp_path
     assert not (tmp_path / "cache" / "first-loads").exists()
 
 
-def test_a_model_that_crashes_now_and_then_is_tried_more_than_once(tmp_path: Path, artifacts: TinyArtifacts) -> None:
+def test_a_model_that_crashes_at_times_is_tried_more_than_once(tmp_path: Path, artifacts: TinyArtifacts) -> None:
     """One of 210 mutated models passed the first try, and crashed in the daemon: it reads outside of its file."""
     tried = tmp_path / "tried"
     tried.mkdir()

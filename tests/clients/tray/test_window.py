@@ -76,7 +76,7 @@ def chain(window: Any) -> list[Any]:
     return found
 
 
-def test_all_is_reached_by_keyboard_in_the_order_in_which_it_stands(shown: tuple[Any, Clicked]) -> None:
+def test_the_keyboard_reaches_all_controls_in_their_order(shown: tuple[Any, Clicked]) -> None:
     window, _ = shown
     names = [one.accessibleName() or one.text() for one in chain(window)]
     assert [name.partition(",")[0] for name in names] == [

@@ -173,7 +173,7 @@ def test_manifest_and_model_must_agree(
         ({"tiers": []}, "'key_2' is"),
     ],
 )
-def test_capacities_that_are_not_open_must_be_those_of_the_manifest(
+def test_closed_capacities_must_be_those_of_the_manifest(
     closed: Artifact, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ProgramError, match=message):
@@ -402,7 +402,7 @@ def test_blocks_are_aligned_and_disjoint() -> None:
     assert not aligned(1000).any()
 
 
-def test_a_snapshot_is_used_again_only_when_no_view_of_it_is_left() -> None:
+def test_a_snapshot_is_reused_only_when_no_view_of_it_is_left() -> None:
     snapshots = Snapshots(256, ready=1, spare_bytes=256)
     source = aligned(256)
     source.fill(1)

@@ -155,7 +155,7 @@ def test_a_failed_run_leaves_the_handle_as_it_was(granite: Artifact, monkeypatch
     assert np.array_equal(program.decode(handles, [7, 7]), expected)
 
 
-def test_numbers_below_the_normal_ones_are_zero_to_it_and_nobody_else(tmp_path: Path) -> None:
+def test_only_openvino_takes_subnormal_numbers_for_zero(tmp_path: Path) -> None:
     """Products of them take several times as long, and decays come down to them."""
     openvino = library.openvino()
     ops = importlib.import_module("openvino.opset13")

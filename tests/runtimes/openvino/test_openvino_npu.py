@@ -48,7 +48,7 @@ def granite(artifacts: Mapping[str, Path]) -> Artifact:
 # what is built
 
 
-def test_every_signature_is_a_model_of_fixed_shapes_over_one_file_of_weights(granite: Artifact) -> None:
+def test_signatures_are_static_models_with_one_file_of_weights(granite: Artifact) -> None:
     core, manifest = library.openvino().Core(), granite.manifest
     assert (manifest.runtime, manifest.device_class, manifest.quantization) == ("openvino", "npu", "f16")
     names = ("decode", "prefill_16", "prefill_64")

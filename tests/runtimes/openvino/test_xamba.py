@@ -311,7 +311,7 @@ def test_errors_of_silu() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
-def test_small_time_steps_are_off_by_a_share_of_themselves_and_never_0(kind: Any) -> None:
+def test_small_time_steps_err_by_a_share_and_never_become_0(kind: Any) -> None:
     """Those that trained Mambas begin with, 0.001 to 0.1, and down to the smallest that there is."""
     least = float(np.log(np.expm1(SMALL)))
     x = np.linspace(least, 0, 20_001).astype(kind)
@@ -401,7 +401,7 @@ def test_sums_of_a_naive_mamba2_become_products(traced: Traced, plain: Plain, pa
         ("mamba", {"Swish": 6, "SoftPlus": 3}, (8, 64)),
     ],
 )
-def test_actiba_replaces_every_activation_and_more_segments_err_less(
+def test_actiba_replaces_all_activations_more_segments_err_less(
     traced: Traced, plain: Plain, variant: str, activations: dict[str, int], tried: tuple[int, ...]
 ) -> None:
     """softplus and SiLU as the modules write them: of what convert_model makes of their parts nothing may be left."""
