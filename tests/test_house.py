@@ -227,7 +227,7 @@ def test_no_upward_import_goes_unseen(tmp_path: Path) -> None:
 
 
 def test_qt_stays_in_its_room() -> None:
-    """What the tray decides is tested without a display; and no other command waits for Qt."""
+    """The tray's decisions are tested without a display; and no other command waits for Qt."""
     for module, file in MODULES.items():
         bad = [name for name, _ in imports(file) if name.split(".")[0] in ("PySide6", "shiboken6")]
         assert not bad or module.startswith("ssmd_tray.qt."), f"{module} imports {bad}"

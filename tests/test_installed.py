@@ -1,4 +1,4 @@
-"""Which models are installed, which of them can be served, and which one a name means."""
+"""Installed models: which can be served, and which one a name means."""
 
 from __future__ import annotations
 

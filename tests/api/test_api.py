@@ -289,7 +289,7 @@ def test_health_and_metrics(tiny: Daemon) -> None:
 
 
 def test_a_daemon_that_stores_nothing_says_so(artifact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Clients go on, so it is 200; whoever looks after the daemon sees that it is not well, and hears of it once."""
+    """Clients go on, so the status is 200. /health reports the fault, and it is logged once."""
 
     def health() -> dict[str, Any]:
         answer = one.served.ask("GET", "/health")

@@ -236,7 +236,7 @@ def test_stop_strings_and_a_client_that_leaves(tiny: Daemon) -> None:
 
 
 def test_what_one_name_read_is_read_again_for_another(artifact: Path, tmp_path: Path) -> None:
-    """Nobody is to tell by the time it takes that another one asked before."""
+    """Response time must not reveal that another owner sent the same prompt before."""
     keys = written(tmp_path / "keys", "alice alice-has-this-one\nbob bob-has-that-one\n")
     with daemon(artifact, tmp_path / "data", settings=Settings(api_keys_file=keys)) as one:
         body = {"model": one.model, "prompt": PROMPT, "max_tokens": 1}

@@ -298,7 +298,7 @@ def test_no_template_leads_to_a_wrong_state(
 
 
 def changed(history: list[Message], chance: random.Random, n: int) -> list[Message]:
-    """What a client sends next: the conversation goes on, is edited, regenerated, begun anew."""
+    """Return the client's next messages: the conversation goes on, is edited, regenerated or begun anew."""
     move = chance.choice(["on", "on", "on", "edit", "again", "think", "new"])
     if not history or len(history) > 8 or move == "new":
         history = [Message("system", "Be  brief. ")] if chance.random() < 0.3 else []

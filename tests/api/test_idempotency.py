@@ -103,7 +103,7 @@ def test_a_stream_again(tiny: Daemon) -> None:
 
 
 def test_a_final_assistant_message_is_not_given_back(tiny: Daemon) -> None:
-    """What was continued is no part of the answer."""
+    """The continued message is not part of the answer."""
     body = tiny.body("x", **RANDOM)
     body["messages"].append({"role": "assistant", "content": "It was"})
     first, again = (tiny.served.ask("POST", CHAT, body, named("begun")) for _ in range(2))

@@ -30,7 +30,7 @@ SUFFIX = {"histogram": ("_bucket", "_sum", "_count")}
 
 @pytest.fixture(scope="module")
 def shown(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], str]]:
-    """What a daemon tells that answered a request, refused one and has one under way: the JSON and the exposition."""
+    """Yield the JSON and the exposition of a daemon with one answered, one refused and one running request."""
     folder = tmp_path_factory.mktemp("page")
     keys = written(folder / "keys", f"alice {ALICE}\nbob bob-has-this-one\n")
     mine = bearer(ALICE)

@@ -1,4 +1,4 @@
-"""Who may have requests read, and when: by clients that ask much, beside others, or leave."""
+"""Turns at reading requests: clients that send much, beside others' answers, or leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer has to be, over HTTP: every spelling of it, and what becomes of it beside all else that one asks."""
+"""Constrained answers over HTTP: every spelling of a format, together with all other request fields."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from ssmd.config import Settings
 
 KEY = "somebody-has-this-one"
 MODEL_OF = {"{model}": "llama", "{session}": "ses_none", "{id}": "none", "{file}": "index.html"}
-# Which statuses whoever asks can bring about anywhere, and how.
+# Statuses that any client can provoke on every route: (headers, error code).
 PROVOKED: dict[int, tuple[dict[str, str], str]] = {
     400: ({"content-length": "5", "transfer-encoding": "chunked"}, "invalid_content_length"),
     401: ({"authorization": "Bearer nothing-of-the-kind"}, "invalid_api_key"),
@@ -113,7 +113,7 @@ def _asking(row: tuple[str, str], model: str) -> Any:
 
 
 def _good(row: tuple[str, str]) -> bool:
-    """Whether asking is enough to be answered: nothing has to be there, nothing ends or is fetched for it."""
+    """Report if a plain request succeeds: it needs no existing object, ends nothing and fetches nothing."""
     method, path = row
     needs = ("{session}", "{id}", "/import", "/redeem", "/stop", "/pulls", "/stream", "/unload")
     return method != "PATCH" and (not any(part in path for part in needs) or row == ("GET", "/ssmd/v1/pulls"))

@@ -200,7 +200,7 @@ def test_weights_are_stored_once(artifact: Artifact, artifacts: TinyArtifacts) -
 
 
 def weight_types(file: Path) -> Counter[str]:
-    """How often each type stands among the different matrices of products and lookups."""
+    """Count the types of the different matrices of products and lookups."""
     from ai_edge_litert import schema_py_generated as schema
 
     model = schema.ModelT.InitFromPackedBuf(file.read_bytes(), 0)

@@ -548,7 +548,7 @@ def test_who_leaves_gives_up_a_place_at_once(engine: Engine, endless: SamplingPa
 
 
 def test_clients_take_turns(engine: Engine, endless: SamplingParams) -> None:
-    """Who holds all lanes and most places is not in the way of another, who gets the next one, and one beside them."""
+    """A client with all lanes and most places does not block another, which gets the next lane and one spare."""
 
     def endlessly(text: str, client: str) -> Asked:
         slowly = partial(time.sleep, 0.01)
@@ -578,7 +578,7 @@ def test_clients_take_turns(engine: Engine, endless: SamplingParams) -> None:
 
 
 def steps(program: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What the program is called for from now on: (name, how many handles or tokens)."""
+    """Record the program's calls from now on: (name, number of handles or tokens)."""
     made: list[tuple[str, int]] = []
     for name in ("prefill", "decode"):
         call = getattr(program, name)
@@ -630,7 +630,7 @@ def test_one_of_each_client_s_answers_gets_a_token_in_a_step(
 def test_prompts_without_end_are_read_in_a_part_of_the_time(
     engine: Engine, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch, credit: float
 ) -> None:
-    """Also before the credit is spent, by who has more of them waiting. In a time that only calls take."""
+    """Also before the credit is spent, by a client with more prompts waiting. The clock advances by calls alone."""
     monkeypatch.setattr(fairness, "CREDIT_S", credit)
     made = steps(engine.program, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: sum(0.02 if name == "prefill" else 0.01 for name, _ in made))
@@ -701,7 +701,7 @@ def test_who_waits_most_gives_way_in_a_full_queue(engine: Engine, endless: Sampl
     assert isinstance(lost, Failed)
     assert (lost.error.status, lost.error.code) == (503, "queue_full")
     assert lost.error.retry_after_s
-    for client in ("a", "b"):  # two and one: nobody has more than one more
+    for client in ("a", "b"):  # two and one: no client is ahead by more than one
         with pytest.raises(Rejected, match="3 requests are waiting"):
             Asked(engine, user("And one."), client=client)
     for one in running:
@@ -1123,7 +1123,7 @@ def test_who_finds_no_memory_ends_alone(
     endless: SamplingParams,
     what: str,
 ) -> None:
-    """Not those who decode in the same step."""
+    """Requests that decode in the same step do not end with it."""
     slow = Asked(engine, user("I go on."), max_tokens=200, sampling=endless, before=partial(time.sleep, 0.003))
     assert isinstance(slow.next(), Delta)
 

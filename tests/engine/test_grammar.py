@@ -47,7 +47,7 @@ def stop_of(name: str) -> int:
 
 
 def said(name: str, grammar: Grammar, seed: int = 0, *, most: int = 400, forced: bool = False) -> str | None:
-    """What is said when any token may come that the grammar allows; None if it goes on and on."""
+    """Return a random text of the grammar; None if it does not end within `most` tokens."""
     tokenizer, guide, chance = vocabularies.opened(name), grammars(name).read(grammar), random.Random(seed)
     tokens: list[int] = []
     while not guide.ended and len(tokens) < most:

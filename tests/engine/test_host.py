@@ -103,7 +103,7 @@ def test_a_runtime_that_is_asked_for_is_the_only_one(models: Path) -> None:
 
 
 def test_a_daemon_that_was_started_for_no_model_loads_none(models: Path) -> None:
-    """Though only one is installed: the system starts it with the machine, and maybe nobody asks."""
+    """Though only one is installed: the system starts the daemon with the machine, and maybe no request comes."""
     with hosting(models, runtime="openvino", lazy=True) as host:
         assert loaded(host) == set()
         lent(host, OTHER).release()
@@ -184,7 +184,7 @@ def test_a_model_too_large_alone_is_loaded_without_a_set_budget(models: Path, mo
 
 
 def test_what_a_library_takes_is_no_models(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came with a model and stays when it goes does not keep it from coming again."""
+    """Memory that came with a model and stays after its unload does not keep the model from loading again."""
     with hosting(models, memory_budget=40 << 20) as host:
         library, own = 100 << 20, 10 << 20
         monkeypatch.setattr(
@@ -209,7 +209,7 @@ def test_a_model_is_reckoned_with_what_its_going_gave_back(models: Path, monkeyp
 
 
 def test_one_waits_for_the_memory_that_another_answers_with(models: Path) -> None:
-    """And who comes to that other one then waits in turn: nobody starves."""
+    """A request that comes for the other model meanwhile waits its turn, so that none starves."""
     with hosting(models, memory_budget=40 << 20) as host:
         first = lent(host, LLAMA)
         asked = Asked(first.engine, user("On and on"), sampling=ENDLESS, max_tokens=200)
@@ -305,7 +305,7 @@ def test_a_model_waits_for_the_memory_of_additional_answers(models: Path) -> Non
 
 
 def test_a_shutdown_while_a_model_is_loaded(models: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Who waits is told, the load comes to its end, and nothing fails over it."""
+    """Waiting requests get an error, the load comes to its end, and nothing fails over it."""
     began, going_on = threading.Event(), threading.Event()
     with hosting(models) as host:
         load = host._loader._open
@@ -450,7 +450,7 @@ def test_rows_tell_how_far_requests_are(models: Path) -> None:
             one.generation.cancel()
             one.answer()
         assert not host.live().running
-        assert host.metrics.snapshot()["requests"]["cancelled"] == 2  # before those who asked hear of it
+        assert host.metrics.snapshot()["requests"]["cancelled"] == 2  # before the clients hear of it
         assert host.metrics.snapshot()["state"] == "idle"
         lease.release()
 
@@ -499,7 +499,7 @@ def test_room_is_made_of_idle_models_first_and_only_as_needed() -> None:
 
 
 def test_programs_take_turns() -> None:
-    """Who asks again at once comes after those who wait."""
+    """A thread that asks again at once comes after the waiting ones."""
     turns, order, ready = Turns(), list[str](), threading.Barrier(3)
 
     def work(name: str) -> None:

@@ -1,4 +1,4 @@
-"""How many decode at once, and who is in a step: by memory, and by what a step costs."""
+"""The number of choices that decode at once, and the choices of a step: by memory, and by the cost of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_limit_of_this_process_counts(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_clients_take_turns_at_reading() -> None:
-    """Also where nobody decodes: who has one short prompt does not wait for eight long ones."""
+    """Also where no choice decodes: a client with one short prompt does not wait for eight long ones."""
     long, short = ([reading(client)] * n for client, n in (("a", 8), ("b", 1)))
     shares = Shares(8)
     read = []

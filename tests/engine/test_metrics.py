@@ -1,4 +1,4 @@
-"""What is counted comes out right: the Prometheus text through its own parser, the JSON, and from many threads."""
+"""Counters come out right: the Prometheus text through its own parser, the JSON, and from many threads."""
 
 from __future__ import annotations
 

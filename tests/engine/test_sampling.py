@@ -241,7 +241,7 @@ def test_nonsense_is_refused_by_field(field: str, value: Any) -> None:
 
 
 def masked(logits: Floats, allowed: NDArray[np.bool_]) -> Floats:
-    """What a mask is to the sampler."""
+    """Return a mask as the sampler takes it: 0 where allowed, else minus infinity."""
     return np.where(allowed, np.float32(0), np.float32(-np.inf)).astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""A socket of this user: what stands in its place is seen, who may connect, and what is left when it is closed."""
+"""A socket of this user: anything in its place is seen, other users are kept out, closing it leaves nothing."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def ids_of(store: Store, session: str) -> list[str]:
 
 
 def resumes(chat: Chat, turn: str) -> bool:
-    """Whether the turn's own checkpoint is found for what continues it, and is the state of its ids."""
+    """Report if the turn's own checkpoint is found for a continuation, and is the state of its ids."""
     ids = chat.turns[turn].ids
     found = find(chat.store, chat.scope, [*ids.own.tolist(), 1], chat.info.id)
     if found is None or found.position != len(ids) - 1:

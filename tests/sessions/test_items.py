@@ -1,4 +1,4 @@
-"""What was said as items: calls and results are kept whole, and what has none is written as it always was."""
+"""Turns as items: calls and results are kept whole, and a turn without them is written as it always was."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(template: ChatTemplate | Any, what: str, *given: Any, **named: Any) -> Any:
-    """What a template gives, or the words of its refusal."""
+    """Return a template's result, or the words of its refusal."""
     try:
         return getattr(template, what)(*given, now=NOW, **named)
     except TemplateError as err:

@@ -235,7 +235,7 @@ def test_a_conversation_of_one_message_has_nothing_settled() -> None:
 
 
 def test_what_nests_too_deep_to_be_led_is_rendered_whole() -> None:
-    """It compiled as it is, and with what leads it, deeper in the stack, it does not: that is nobody's error."""
+    """It compiles as it is. With the code around it, deeper in the stack, it does not: that is not an error."""
 
     def deeper(frames: int) -> Rendered:
         return deeper(frames - 1) if frames else one.render_settled(said, now=NOW)

@@ -51,7 +51,7 @@ TOLD = Given((TOOL,))
 
 
 def shown(source: str, tokenizer: Tokenizer, said: Sequence[Message], given: Given = TOLD) -> str:
-    """What a model reads of a conversation: what the engine does, without a store."""
+    """Render a conversation for a model as the engine does, without a store."""
     telling = Telling(source, tokenizer.escape)
     told = telling.told(given)
     messages, _ = telling.conversation(said, told)

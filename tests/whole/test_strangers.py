@@ -48,7 +48,7 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def artifact(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose template and tokenizer are bombs for who says the word."""
+    """Return a model whose template and tokenizer are bombs that a trigger word sets off."""
     path = artifacts["llama-f32"]
     tokenizer = hostile(path / "tokenizer.json", replacing(*GROWS, TAKES_LONG))
     files = {"tokenizer.json": tokenizer, "chat_template.jinja": TEMPLATE.encode()}

@@ -1,4 +1,4 @@
-"""What is typed is not lost: with a daemon that is away, stopped in the queue, in a session that is gone."""
+"""Typed text is not lost: with a daemon that is away, stopped in the queue, in a session that is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that a graph computed with last is nobody else's, for XNNPACK goes on from its pointers."""
+"""Memory that a graph computed with last has no other user, for XNNPACK goes on from its pointers."""
 
 from __future__ import annotations
 

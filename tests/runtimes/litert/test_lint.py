@@ -86,7 +86,7 @@ def test_a_product_with_a_computed_weight_is_found_and_mended(artifacts: Mapping
 
 
 def outputs(file: Path, signature: str) -> dict[str, Any]:
-    """What a signature makes of some numbers."""
+    """Return a signature's outputs for fixed random inputs."""
     graph, noise = LibraryGraph(file, threads=1, weight_cache=None), np.random.default_rng(0)
     try:
         known = graph.signatures[signature]

@@ -87,7 +87,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
 @pytest.fixture(scope="module")
 def plain(traced: Traced) -> Plain:
-    """What such a model gives without passes, computed once."""
+    """Return a function that gives a model's outputs without passes, computed once."""
 
     @cache
     def once(variant: str, **form: Any) -> dict[str, NDArray[Any]]:
@@ -201,7 +201,7 @@ def test_reduba_is_a_sum_over_adjacent_axes(keep: bool) -> None:
 
 
 def test_many_batches_are_swapped_not_unrolled() -> None:
-    """What the NPU's compiler would make of a product for each of them; here only that it is the same sum."""
+    """The NPU's compiler would make a product for each batch; this checks only that the sum is the same."""
     shape = (2, 150, 3, 4, 2)
     x = rand(*shape)
     for build, expected in (
@@ -293,7 +293,7 @@ def activation(function: Function) -> Build:
 
 
 def piecewise(function: Function, segments: int, x: NDArray[Any]) -> NDArray[Any]:
-    """What ActiBA makes of it, on the CPU in float32."""
+    """Evaluate ActiBA's form of the function, on the CPU."""
     model = built(activation(function), x.shape, x.dtype)
     assert xamba.apply(model, Passes(actiba=segments)).replaced == {"actiba": 1}
     return ran(model, {"x": x})["y"]
@@ -312,7 +312,7 @@ def test_errors_of_silu() -> None:
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
 def test_small_time_steps_err_by_a_share_and_never_become_0(kind: Any) -> None:
-    """Those that trained Mambas begin with, 0.001 to 0.1, and down to the smallest that there is."""
+    """From the time steps that trained Mambas begin with, 0.001 to 0.1, down to the smallest that there is."""
     least = float(np.log(np.expm1(SMALL)))
     x = np.linspace(least, 0, 20_001).astype(kind)
     exact = softplus(x.astype(np.float64))

@@ -392,7 +392,7 @@ def test_it_is_built_without_pytorch(artifacts: TinyArtifacts, tmp_path: Path) -
 def test_a_plans_reference_is_the_module_of_pytorch(
     quantization: pack.Format, artifacts: TinyArtifacts, tmp_path: Path
 ) -> None:
-    """Who wrote the golden values matters: those of another runtime come from the module that transformers checked."""
+    """The other runtime's golden values come from the module that transformers checked."""
     source = Source.open(artifacts.source("wgpu-granite-f32"))
     made = CONVERTER.build(source, tmp_path / "made", name="tiny", quantization=quantization, tiers=[512])
     from safetensors.numpy import load_file
