@@ -63,7 +63,7 @@ class Window:
             self._errors.append(f"{message.text} {message.location['url']}")
 
     def sampling(self, **fields: Any) -> None:
-        """How answers are sampled from the next page load on, as one sets it in the options."""
+        """Set the sampling options from the next page load on, as a user sets them."""
         raw = repr(json.dumps(fields))
         self.page.add_init_script(f'localStorage["ssmd.sampling"] = {raw}')
 

@@ -1,4 +1,4 @@
-"""Which tests a change can break: python changed.py [REV] prints pytest's arguments, one a line.
+"""The tests that a change can break: python changed.py [REV] prints pytest's arguments, one a line.
 
 A test file runs its own code, what that imports wherever it does, and what it starts: `ssmd` as a process is all of
 ssmd; a program or a folder of tests' is what that runs; tiny artifacts are what builds them, and the runtimes that the
@@ -97,14 +97,14 @@ def ran_by(test: Path) -> set[str]:
 
 
 def _conftests(test: Path) -> Iterator[str]:
-    """Those of its folders but the first, of which all tests are."""
+    """Yield the conftest of each of the test's folders except tests/ itself, which applies to all tests."""
     for folder in test.parents[: len(test.relative_to(ROOT / "tests").parts) - 1]:
         if (folder / "conftest.py").exists():
             yield module_of(folder / "conftest.py")
 
 
 def named(file: Path, test: Path) -> bool:
-    """Whether a test file, or what helps it, names a file or the folder that it lies in."""
+    """Report if a test file, or one that it runs, names a file or the folder that holds it."""
     words = {file.name, *file.relative_to(ROOT).parts[2:-1]}
     texts = (ALL[m].read_text("utf-8") for m in ran_by(test) if m not in MODULES)
     return any(re.search(rf"[\"/]({'|'.join(map(re.escape, words))})[\"/]", text) for text in texts)

@@ -105,8 +105,8 @@ def start_in(terminal: int, *arguments: str, env: Mapping[str, str]) -> subproce
 
 
 class _Forked(subprocess.Popen[Any]):
-    """A process that the other one forked. Its parent is this one all the same: the process between them ends at once,
-    and this one takes up who is left then."""
+    """A process that the forking server forked. This process is its parent: the one between them ends at once,
+    and this process adopts the orphan."""
 
     def __init__(self, asked: dict[str, Any], typed: int, said: int | IO[bytes], *, text: bool) -> None:
         self._asked = {"cwd": str(Path.cwd()), **asked}
@@ -156,7 +156,7 @@ def _program(arguments: tuple[str, ...], before: str) -> str:
 
 @functools.cache
 def _forker() -> tuple[subprocess.Popen[str], socket.socket]:
-    """That process, and where it gets open files from."""
+    """Start the forking server. Returns its process and the socket by which it gets open files."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(

@@ -52,13 +52,13 @@ RUNTIMES = ("litert", "openvino", "wgpu", "coreml")
 ASKED = os.environ.get("SSMD_CONTRACT_RUNTIMES", "").split(",")
 FOREIGN = tuple(name for name in ASKED if name and name not in (*RUNTIMES, "npu"))
 FAMILIES = tuple(os.environ.get("SSMD_CONTRACT_FAMILIES", "granite,mamba").split(","))
-for _setting in ("config", "cache_dir", *Settings.model_fields):  # those of a daemon that whoever runs the tests has
+for _setting in ("config", "cache_dir", *Settings.model_fields):  # the user's own daemon has some
     os.environ.pop(f"SSMD_{_setting.upper()}", None)
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """How an artifact is built: `runtime` as `ssmd build` takes it."""
+    """The parameters of a build: `runtime` as `ssmd build` takes it."""
 
     variant: str
     runtime: str
@@ -89,7 +89,7 @@ class Tiny:
 
     @property
     def key(self) -> str:
-        """What it is made of: another key, another artifact."""
+        """Return the digest of everything it is made of: another key, another artifact."""
         code = foreign_code(self.runtime) if self.runtime in FOREIGN else ()
         family, fields = tiny.VARIANTS[self.variant]
         return kept.key(self.runtime, family, (*self.asked, fields, *code))
@@ -156,7 +156,7 @@ class TinyArtifacts(Mapping[str, Path]):
         return path
 
     def _source(self, variant: str) -> Path:
-        """Those that most tests ask for are written together: what takes long is to import transformers."""
+        """Write a source. The common ones are written together: importing transformers takes longest."""
         source = self.sources / variant
         with _locked(self.sources / ".lock"):
             if not _whole(source):
@@ -204,7 +204,7 @@ def artifacts() -> TinyArtifacts:
 
 
 def opened() -> TinyArtifacts:
-    """Those of today's code; or those of another system's, where nothing can be built (scripts/wine)."""
+    """Return the artifacts of today's code, or another system's where nothing can be built (scripts/wine)."""
     if there := os.environ.get(MADE_ELSEWHERE):
         return TinyArtifacts(*map(Path, there.split("|")))
     made = sorted((name, made.key) for name, made in BUILT.items())

@@ -66,7 +66,7 @@ def daemon(
     settings: Settings | None = None,
     as_program: Callable[[Program], Any] = lambda program: program,
 ) -> Iterator[Daemon]:
-    """`data_dir` None keeps nothing. settings: who is answered. as_program: what stands before the real one."""
+    """Serve one artifact. `data_dir` None stores nothing. `as_program` wraps the real program."""
     artifact = Artifact.open(path)
     program = as_program(get_runtime(artifact.manifest.runtime).load(artifact, threads=1))
     store = None if data_dir is None else Store.open(data_dir, busy_ms=busy_ms)
@@ -95,7 +95,7 @@ def idle(one: Daemon) -> bool:
 
 
 def quiet(one: Daemon) -> None:
-    """Wait until the engine has done all that nobody waits for, and the store holds it."""
+    """Wait until the engine's background work is done and stored."""
     persistence = one.engine._persistence
     assert isinstance(persistence, Persistence)
     rerenderer = persistence._rerenderer

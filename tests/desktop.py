@@ -27,7 +27,7 @@ class Desktop:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of programs on it: no settings of whoever runs the tests."""
+        """Return the environment of programs on this desktop, without the user's own settings."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SSMD_", "QT_", "WAYLAND", "XDG_", "DBUS_"))}
         own = {"DISPLAY": self.display, "QT_QPA_PLATFORM": "xcb", "XDG_RUNTIME_DIR": str(self.folder)}
         places = {"HOME": str(self.folder), "XDG_CONFIG_HOME": str(self.folder / "config")}
@@ -38,7 +38,7 @@ class Desktop:
         return done.stdout.strip()
 
     def windows(self, name: str) -> list[str]:
-        """Those that can be seen, by their whole title; an icon in the tray is none."""
+        """Return the visible windows of that whole title. The tray's icon does not count."""
         found = self.xdotool("search", "--onlyvisible", "--name", f"^{name}$").split()
         return [window for window in found if self.place(window)["WIDTH"] > PANEL]
 
@@ -79,7 +79,7 @@ class Desktop:
         return file
 
     def colours(self) -> Counter[str]:
-        """How many pixels of the tray's icon have which colour."""
+        """Count the pixels of the tray's icon by colour."""
         from PySide6.QtGui import QImage
 
         place = self.icon()

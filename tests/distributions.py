@@ -11,7 +11,7 @@ Floats = NDArray[np.float32]
 
 
 def chi_square_fits(counts: NDArray[np.int64], p: NDArray[np.float64]) -> bool:
-    """Whether counts come from p, at a level of 1e-5; rare outcomes are pooled so that each cell expects >= 8."""
+    """Test if counts come from p, at a level of 1e-5. Rare outcomes are pooled so that each cell expects >= 8."""
     n = counts.sum()
     if counts[p == 0].any():
         return False

@@ -15,7 +15,7 @@ from ssmd.sessions.store import Store
 
 
 class OwnEngine(Engine):
-    """What it counts is in `metrics`. Its writer ends with it."""
+    """An engine with its own counters in `metrics`. Its writer ends with it."""
 
     def __init__(self, artifact: Artifact, program: Program, store: Store | None, **limits: Any) -> None:
         self.metrics = Metrics()

@@ -1,4 +1,4 @@
-"""What tests of every runtime over a flat graph share: a talk bit by bit, altered artifacts, libraries that cheat."""
+"""Helpers for tests of runtimes over a flat graph: a talk bit by bit, altered artifacts, faulty libraries."""
 
 from __future__ import annotations
 

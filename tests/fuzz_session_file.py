@@ -1,10 +1,10 @@
 """Mutates session files and imports them, under a limit of memory. Run as a process by test_fuzz_session_file.py.
 
-Each file must either be refused with a SessionFileError or StoreError that leaves no trace, or come in as a session
-that has the words and the states of the file, and can be exported and removed. A file that was damaged is refused, one
-that was only rewritten comes in. Anything else ends the process with a traceback that names the case.
+Each file is either refused or imported. A refusal is a SessionFileError or StoreError and leaves no trace. An imported
+session has the words and the states of the file, and can be exported and removed. A damaged file is refused, one that
+was only rewritten is imported. Anything else ends the process with a traceback that names the case.
 
-Arguments: an empty folder, seed, first case, number of cases. Says on stdout what happened, as JSON. With the seed
+Arguments: an empty folder, seed, first case, number of cases. Prints the results on stdout, as JSON. With the seed
 "bombs" the files are those that ask for the most memory.
 """
 
@@ -278,7 +278,7 @@ def tried(store: Store, file: Path, rng: random.Random, *, fits: bool = False, f
 
 
 def words_in(parts: Parts) -> list[Any]:
-    """What a file says: of each turn the place of its parent and its messages."""
+    """Return the words of a file: for each turn, the place of its parent and its messages."""
     turns = parts.document["turns"]
     places = {one["id"]: i for i, one in enumerate(turns)}
     words: list[Any] = []

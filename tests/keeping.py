@@ -51,7 +51,7 @@ FED: dict[bytes, Ids] = {}  # the ids that a checkpoint was fed, by its key: of 
 
 
 def state_of(spec: StateSpec, ids: Ids, since: int = 0) -> State:
-    """What the made-up model remembers of `ids`: KV row i depends on ids[:i + 1], recurrent tensors on all of them."""
+    """Return the made-up model's state of `ids`: KV row i depends on ids[:i + 1], recurrent tensors on all of them."""
     tensors = {}
     for number, t in enumerate(spec.tensors):
         if t.recurrent:
@@ -131,7 +131,7 @@ def whole(store: Store, turn: str) -> tuple[list[int], str]:
 
 
 def plain(turn: NewTurn) -> dict[str, Any]:
-    """What a turn is beside its ids and its text."""
+    """Return the fields of a turn without its ids and its text."""
     return {name: value for name, value in vars(turn).items() if name not in ("ids", "text")}
 
 

@@ -1,9 +1,9 @@
 """Tiny artifacts as the repository keeps them (tests/data/artifacts): what a build made, less what its source gives.
 
 An artifact's folder is a tar, compressed after what its source makes: every parameter in every encoding. So a weight
-costs the few bytes of a reference, a folder of 2 MB takes 20 to 70 kB, and a hundredth of a second writes it again, to
-the last bit, without PyTorch or a converter. keys.json says of each what it was made of: a digest of the code, the
-packages and the request. With another digest, or from another source, nothing is restored, and it is built.
+costs the few bytes of a reference, and a folder of 2 MB takes 20 to 70 kB. Restoring it takes a hundredth of a second,
+to the last bit, without PyTorch or a converter. keys.json has a digest for each: of the code, the packages and the
+request. With another digest, or from another source, nothing is restored, and it is built.
 
 As a program it keeps what today's code makes: scripts/keep.
 """
@@ -93,7 +93,7 @@ def _made_by(package: str, family: str) -> str:
 
 
 def made_of_sources() -> tuple[object, ...]:
-    """What the sources are made of."""
+    """Return the code and the package versions that the sources depend on."""
     return code_of(Path(tiny.__file__).read_text("utf-8")), [(p, _version(p)) for p in PACKAGES[1:]]
 
 
@@ -134,7 +134,7 @@ def _version(package: str) -> str | None:
 
 
 def keys() -> dict[str, str]:
-    """What each kept artifact was made of, by name."""
+    """Return the key of each kept artifact, by name."""
     found: dict[str, str] = json.loads(KEYS.read_text()) if KEYS.exists() else {}
     return found
 
@@ -191,7 +191,7 @@ def _digest(source: Path) -> bytes:
 
 
 def _before(source: Path) -> zstandard.ZstdCompressionDict:
-    """What stands before the content for the compressor: all that it can refer to."""
+    """Build the compressor's dictionary, the data before the content: everything that it can refer to."""
     opened = Source.open(source)
     parts = [opened.tokenizer_json]
     for recipe in ({}, {"rotation": True}):

@@ -1,4 +1,4 @@
-"""What keeps a daemon's lanes busy while a test looks at what waits."""
+"""Requests that keep a daemon's lanes busy while a test looks at the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who continues what, decided by looking at everything: what the store must look up.
+"""The match of a request, found by looking at everything: the reference for the store's look-up.
 
 A turn is continued by a request whose first messages are the turn's whole conversation, each the `same_as` the stored
 one. The deepest such turn wins, then a session that began here over an imported one, then the session used last, then
@@ -34,7 +34,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Match:
-    """What a request continues. session: None if a new one is to be opened. parent: None for a branch at the root.
+    """The conversation that a request continues. session: None opens a new one. parent: None for a branch at the root.
 
     messages: the whole conversation to render. new: those since the parent's answer.
     """
@@ -46,7 +46,7 @@ class Match:
 
 
 def match(messages: Sequence[Message], stored: Iterable[Conversation], session: str | None = None) -> Match:
-    """Decide who continues what among `stored`; with a `session` only that one's conversations count."""
+    """Pick what the messages continue among `stored`; with a `session` only its conversations count."""
     fitting = [c for c in stored if session in (None, c.session) and _continues(messages, c)]
     if not fitting:
         return Match(session, None, tuple(messages), tuple(messages))
@@ -74,7 +74,7 @@ def places(messages: Sequence[Message]) -> list[int | str | None]:
 
 
 def looked_up(store: Store, messages: Sequence[Message], session: str | None = None) -> Match:
-    """What the store finds that a request continues. That it says so of the stored words is checked here."""
+    """Return the store's match of a request. Checks that the store read the stored words."""
     found = echo_of(store, messages, session)
     if found is None:
         return Match(session, None, tuple(messages), tuple(messages))

@@ -114,7 +114,7 @@ def running(name: str, folder: Path | Mapping[str, bytes]) -> Iterator[Mirror]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that no process listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]

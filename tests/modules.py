@@ -64,7 +64,7 @@ def imported_by(module: str) -> tuple[str, ...]:
 
 
 def reached_from(modules: Iterable[str], but: Collection[str] = ()) -> set[str]:
-    """What runs when these do, themselves among it. Nothing is reached through those of `but`."""
+    """Return the modules that run when these do, these included. Nothing is reached through those of `but`."""
     reached: set[str] = set()
     todo = list(modules)
     while todo:

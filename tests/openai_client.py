@@ -29,7 +29,7 @@ def command(scenario: str, url: str, arguments: Any) -> list[str]:
 
 
 def openai(scenario: str, url: str, arguments: Any) -> Any:
-    """What the scenario printed. One at a time."""
+    """Return the JSON that the scenario printed. One at a time."""
     if not hasattr(os, "fork"):
         done = subprocess.run(command(scenario, url, arguments), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr

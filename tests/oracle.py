@@ -6,8 +6,8 @@ Known to be wrong in transformers 5.23, and gone round here:
 - A cache of recurrent layers only does not know how many tokens it has seen, and LFM2 and Bamba ask it: positions are
   passed, and the masks that it is asked for.
 - Bamba begins at position 0 in every call: again, positions are passed.
-- NemotronH clamps dt at `time_step_min` in a call of several tokens and not at all in one of a single token, where the
-  published model has `time_step_limit` (its pull request 48989): its mixers are given that.
+- NemotronH clamps dt at `time_step_min` in a call of several tokens, and not at all in one of a single token. The
+  published model has `time_step_limit` (its pull request 48989), which its mixers are given here.
 """
 
 from __future__ import annotations

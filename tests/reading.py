@@ -14,7 +14,7 @@ TOOLS = ("f", "g", "get_weather")
 
 @dataclass
 class Read:
-    """What an answer comes to. calls: (name, arguments, whether they are whole)."""
+    """A parsed answer. calls: (name, arguments, whether they are whole)."""
 
     said: str = ""
     thought: str = ""
@@ -42,7 +42,7 @@ class Read:
 
 
 def read(format_: Format | None, pieces: Iterable[str], controls: Collection[str] = (), thinking: bool = False) -> Read:
-    """What is made of pieces of text; one that is among the controls comes as a control token."""
+    """Parse pieces of text; one that is among the controls comes as a control token."""
     reader, found = AnswerReader(format_, TOOLS, thinking=thinking, controls=controls), Read()
     for piece in pieces:
         parts = reader.mark(piece) if piece in controls else reader.push(piece)

@@ -54,5 +54,5 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def grammar_of(schema: dict[str, Any]) -> Grammar:
-    """What is valid against it."""
+    """Return the grammar of a schema."""
     return of_schema(schema, "response_format.json_schema.schema")

@@ -78,18 +78,18 @@ class Several:
         return found
 
     def row(self, id_: str) -> dict[str, Any]:
-        """What the daemon tells of a model."""
+        """Return the metrics of a model."""
         return next(row for row in self.metrics()["models"] if row["id"] == id_)
 
     def leases(self) -> int:
-        """How many requests have a model."""
+        """Count the requests that have a model."""
         return sum(hosted.leases for hosted in self.host._loader.hosted.values())
 
     @contextmanager
     def asking(
         self, model: str, content: str = "On and on", headers: Mapping[str, str] = NOBODY, **fields: Any
     ) -> Iterator[socket.socket]:
-        """A request for a stream whose answer is to be read; who leaves this goes away."""
+        """Send a request for a stream and yield its socket, with the answer unread. Leaving closes it."""
         body = json.dumps(self.body(model, content, **{"stream": True, "max_tokens": 400, **fields})).encode()
         extra = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n{extra}content-type: application/json\r\n"
@@ -135,7 +135,7 @@ def several(
 
 
 def little_room() -> socket.socket:
-    """A socket that listens, whose connections keep a few kilobytes for who does not read: else it is megabytes."""
+    """Return a listening socket whose connections buffer kilobytes, not megabytes, for a client that does not read."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return listening

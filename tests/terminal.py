@@ -24,7 +24,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|[\r\x08\x00]")
 
 
 class Terminal:
-    """What is typed is kept by the terminal until it is read: nothing here waits for a prompt before it types."""
+    """A terminal that keeps typed text until it is read: no method waits for a prompt before it types."""
 
     def __init__(self, child: pexpect.spawn[str] | fdspawn[str]) -> None:
         self.child = child
@@ -36,12 +36,12 @@ class Terminal:
         self.type(text + ENTER)
 
     def until(self, wanted: str, timeout: float = 30) -> str:
-        """What the terminal shows up to a regular expression, which matches what comes, escapes and all."""
+        """Return the terminal's text up to a regular expression, which matches the raw output, escapes included."""
         self.child.expect(wanted, timeout=timeout)
         return plain(f"{self.child.before}{self.child.after}")
 
     def end(self) -> str:
-        """What is shown up to the end of the process."""
+        """Return the text up to the end of the process."""
         return self.until(pexpect.EOF)
 
 

@@ -242,7 +242,7 @@ def test_a_settings_file_that_others_may_write_is_refused(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
-def test_a_settings_file_with_a_key_that_others_may_read_is_refused(
+def test_a_settings_file_with_a_key_that_others_may_read_fails(
     mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_file(tmp_path / "config.toml", 'api_key = "a-secret-key"\n')
@@ -255,9 +255,7 @@ def test_a_settings_file_with_a_key_that_others_may_read_is_refused(
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files away")
-def test_a_key_may_be_read_through_a_group_where_another_owns_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_may_be_group_readable_if_another_owns_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_file(tmp_path / "config.toml", 'api_key = "a-secret-key"\n')
     monkeypatch.setenv("SSMD_CONFIG", str(file))
     os.chown(file, 65534, 0)
@@ -310,7 +308,7 @@ def test_the_list_of_settings_is_current() -> None:
 
 
 def test_every_variable_that_anything_here_reads_is_known() -> None:
-    """Else whoever sets it has every command refused."""
+    """Otherwise every command would refuse to run where it is set."""
     read = re.compile(r"environ(?:\.get\(|\.pop\(|\[)\s*f?\"(\w+)\"|\"(SSMD_\w+)\" in os\.environ")
     files = [
         p

@@ -1,4 +1,4 @@
-"""What docker/ says: packages by hash and as pyproject.toml wants them, folders that are there, a health check.
+"""Checks of docker/: packages by hash and as pyproject.toml wants them, folders that are there, a health check.
 
 That the images build, answer and stop is shown by scripts/image.
 """
@@ -120,6 +120,6 @@ def test_the_health_check(artifacts: TinyArtifacts) -> None:
 
 
 def checked(port: str) -> subprocess.CompletedProcess[str]:
-    """What the health check says of a daemon at a port."""
+    """Run the health check for a daemon at a port."""
     command: list[str | Path] = [sys.executable, "-SE", DOCKER / "healthcheck.py"]
     return subprocess.run(command, env={"SSMD_PORT": port}, capture_output=True, text=True, check=False)

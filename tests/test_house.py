@@ -203,7 +203,7 @@ def test_no_name_of_unix_goes_unseen() -> None:
     assert list(_unix_names("hasattr(signal, 'SIGHUP')")) == ["signal.SIGHUP"]
 
 
-def test_what_an_artifact_or_a_source_holds_has_the_same_bytes_on_every_system() -> None:
+def test_artifacts_and_sources_have_equal_bytes_on_every_system() -> None:
     """Its files are hashed and moved; a text has Windows' own line ends there unless it is said otherwise."""
     for module, file in MODULES.items():
         if module.startswith(("ssmd.model.", "ssmd.hub.", "ssmd.refit.", "ssmd.build.")) or module.endswith(".build"):
@@ -227,7 +227,7 @@ def test_no_upward_import_goes_unseen(tmp_path: Path) -> None:
 
 
 def test_qt_stays_in_its_room() -> None:
-    """What the tray decides is tested without a display; and no other command waits for Qt."""
+    """The tray's decisions are tested without a display; and no other command waits for Qt."""
     for module, file in MODULES.items():
         bad = [name for name, _ in imports(file) if name.split(".")[0] in ("PySide6", "shiboken6")]
         assert not bad or module.startswith("ssmd_tray.qt."), f"{module} imports {bad}"

@@ -1,4 +1,4 @@
-"""Which models are installed, which of them can be served, and which one a name means."""
+"""Installed models: which can be served, and which one a name means."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_auto_takes_the_lightest_that_runs_here(tmp_path: Path) -> None:
         resolve("m", tmp_path, "openvino")
 
 
-def test_a_runtime_that_cannot_run_here_is_told_before_anything_else(tmp_path: Path) -> None:
+def test_a_runtime_that_cannot_run_here_is_reported_first(tmp_path: Path) -> None:
     for model in (None, "m"):
         with pytest.raises(ModelError, match=r"runtime coreml: Core ML cannot execute here.*Mac with macOS 15"):
             resolve(model, tmp_path, "coreml")

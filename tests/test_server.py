@@ -156,10 +156,10 @@ def test_a_crash_writes_no_memory_to_a_disk(artifact: Path, tmp_path: Path) -> N
 
 
 def test_it_sleeps_while_nobody_is_connected(artifact: Path, tmp_path: Path) -> None:
-    """And its clock is right for who comes then."""
+    """And its clock is right for the next client."""
     with running(tmp_path, str(artifact), before="from ssmd import server; server.LOOK_S = 0.2") as (process, served):
         served.ask("GET", "/health")
-        time.sleep(0.7)  # the last look after who left
+        time.sleep(0.7)  # the last look after the client left
         before = _sleeps(process.pid)
         time.sleep(1)
         assert _sleeps(process.pid) - before <= 1
@@ -174,7 +174,7 @@ def test_a_signal_ends_an_idle_one_whichever_thread_it_comes_to(artifact: Path, 
     """A system may give it to any; Python runs what handles it in the first, which then sleeps for a minute."""
     with running(tmp_path, str(artifact)) as (process, served):
         served.ask("GET", "/health")
-        time.sleep(1.5)  # the last look after who left
+        time.sleep(1.5)  # the last look after the client left
         other = max(int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir())
         assert other != process.pid
         os.kill(other, signal.SIGTERM)
@@ -182,7 +182,7 @@ def test_a_signal_ends_an_idle_one_whichever_thread_it_comes_to(artifact: Path, 
 
 
 def _sleeps(process: int) -> int:
-    """How often a process's first thread went to sleep so far."""
+    """Return how often a process's first thread went to sleep so far."""
     status = Path(f"/proc/{process}/status").read_text()
     return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 

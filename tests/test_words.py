@@ -140,7 +140,7 @@ def test_the_families_are_listed() -> None:
 
 
 def test_the_threads_are_listed() -> None:
-    """Those of a daemon; `ssmd bench` has some of its own."""
+    """The threads of a daemon; `ssmd bench` has some of its own."""
     named = re.compile(r'(?:name|thread_name_prefix)="(ssmd-[a-z]+)"')
     found = {name for f in (ROOT / "ssmd").rglob("*.py") for name in named.findall(f.read_text("utf-8"))}
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")

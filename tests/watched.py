@@ -1,4 +1,4 @@
-"""What the tray is tested with: what a daemon says, and what was seen of it."""
+"""Data for tests of the tray: a daemon's metrics, and a record of what a watch saw."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def request(phase: str = "decode", **fields: Any) -> dict[str, Any]:
 
 
 def metrics(state: str = "idle", **fields: Any) -> dict[str, Any]:
-    """What a daemon says, as docs/metrics.md has it."""
+    """Return a daemon's metrics, as docs/metrics.md has them."""
     found: dict[str, Any] = {
         "version": __version__,
         "state": state,
@@ -59,7 +59,7 @@ def metrics(state: str = "idle", **fields: Any) -> dict[str, Any]:
 
 
 class Seen:
-    """What a watch told, in order."""
+    """The sights of a watch, in order."""
 
     def __init__(self, data_dir: Path, paces: Paces = QUICK) -> None:
         self.sights: list[Sight] = []

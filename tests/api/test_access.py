@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 
 
 def lines(log: Path) -> list[str]:
-    """Those of the access log, but for the looks at /health until the daemon was there."""
+    """Return the lines of the access log without the /health requests from before the daemon was ready."""
     found = [line for line in log.read_text().splitlines() if re.match(r'\{"time|\d{4}-\d\d-\d\dT', line)]
     return [line for line in found if not re.search(r'GET"?,? ("path": ")?/health', line)]
 

@@ -289,7 +289,7 @@ def test_health_and_metrics(tiny: Daemon) -> None:
 
 
 def test_a_daemon_that_stores_nothing_says_so(artifact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Clients go on, so it is 200; whoever looks after the daemon sees that it is not well, and hears of it once."""
+    """Clients go on, so the status is 200. /health reports the fault, and it is logged once."""
 
     def health() -> dict[str, Any]:
         answer = one.served.ask("GET", "/health")
@@ -315,7 +315,7 @@ def test_a_daemon_that_stores_nothing_says_so(artifact: Path, tmp_path: Path, ca
         assert len([r for r in caplog.records if "stored again" in r.message]) == 1
 
 
-def test_a_session_that_is_deleted_while_it_goes_on_is_no_fault_of_the_store(artifact: Path, tmp_path: Path) -> None:
+def test_deleting_a_running_session_is_not_a_fault_of_the_store(artifact: Path, tmp_path: Path) -> None:
     with daemon(artifact, tmp_path / "data") as one:
         first = one.chat("Hello")
         session = first.headers["x-ssmd-session"]
@@ -457,9 +457,7 @@ def test_a_shutdown_is_told_by_an_error_event(artifact: Path) -> None:
         assert one.chat().error["code"] == "shutting_down"
 
 
-def test_a_stream_that_fails_before_its_first_word_is_a_plain_error(
-    tiny: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_fails_before_its_first_token_is_an_error(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("the device is on fire")
 

@@ -1,4 +1,4 @@
-"""What client libraries sent, word for word: a daemon answers all of it as asked, and names what it ignores.
+"""Bodies that client libraries sent, word for word: a daemon serves all of them and names the fields it ignores.
 
 tests/data/bodies was written by `benchmarks/client_libraries.py --record tests/data/bodies`.
 """
@@ -65,7 +65,7 @@ def named(header: str | None) -> set[str]:
 
 
 def odd(body: Fields) -> set[str]:
-    """Fields of messages that are there for nobody but the library."""
+    """Return the fields of messages that only the library itself uses."""
     known = {
         "role",
         "content",

@@ -289,7 +289,7 @@ def test_a_choice_that_is_none_is_refused(tiny: Daemon, fields: dict[str, Any], 
 
 
 @pytest.mark.parametrize("ends", [" so be it.</think>", " so be it.</think>\n\n"])
-def test_what_an_answer_has_to_be_is_said_of_what_comes_after_the_reasoning(ends: str, tiny: Daemon) -> None:
+def test_the_answer_format_applies_after_the_reasoning(ends: str, tiny: Daemon) -> None:
     scripted(tiny, ends, ends=False)
     messages = [{"role": "user", "content": "Say a."}, {"role": "assistant", "content": "<think>\nLet me see:"}]
     schema = {"name": "a", "schema": {"enum": ["a"]}}
@@ -324,9 +324,7 @@ def test_a_call_that_has_to_be_is_valid_whatever_is_drawn(tiny: Daemon, choice: 
     "cut", [{"max_tokens": 1}, {"max_tokens": 6}, {"max_tokens": 12}, {"stop": ["name"], "max_tokens": 40}]
 )
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_call_that_has_to_be_is_never_content_however_early_it_is_cut(
-    tiny: Daemon, choice: Any, cut: dict[str, Any]
-) -> None:
+def test_a_forced_call_is_never_content_however_early_it_is_cut(tiny: Daemon, choice: Any, cut: dict[str, Any]) -> None:
     tiny.engine.program.say()  # type: ignore[attr-defined]
     asked = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 12, "logit_bias": {}, **cut}
     answer = tiny.chat("Call, but briefly", **asked)
@@ -379,7 +377,7 @@ def test_arguments_are_an_object_where_they_might_be_null(tiny: Daemon) -> None:
         assert json.loads(call["function"]["arguments"]) == {"a": 1}
 
 
-def test_calls_of_strict_tools_are_valid_where_the_model_makes_them_by_itself(tiny: Daemon) -> None:
+def test_strict_tools_get_valid_calls_where_the_model_may_choose(tiny: Daemon) -> None:
     strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
     asked: dict[str, Any] = {"logprobs": True, "temperature": 1}  # then the script stays in step
     assert choice_of(ask(tiny, "No.", tools=strict, **asked))["message"]["content"] == "No."
@@ -401,7 +399,7 @@ def test_calls_of_strict_tools_are_valid_where_the_model_makes_them_by_itself(ti
 
 
 @pytest.mark.parametrize("form", ["schema", "regex"])
-def test_beside_tools_an_answer_is_a_call_or_what_else_it_has_to_be(tiny: Daemon, form: str) -> None:
+def test_with_tools_an_answer_is_a_call_or_fits_its_format(tiny: Daemon, form: str) -> None:
     schema = {"name": "a", "schema": {"enum": ["a", "b"]}}
     asked: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": schema}}
     if form == "regex":

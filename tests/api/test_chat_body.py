@@ -84,7 +84,7 @@ def test_the_penalty_has_llama_cpps_name_too_and_its_window() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NOT_BUILT))
-def test_what_is_not_built_is_refused_by_name_unless_it_asks_for_nothing(name: str) -> None:
+def test_unsupported_fields_are_refused_by_name_unless_neutral(name: str) -> None:
     for neutral in NOT_BUILT[name]:
         assert read(**{name: neutral}) == read()
     error = refused(**{name: {"something": 1}})

@@ -236,7 +236,7 @@ def test_stop_strings_and_a_client_that_leaves(tiny: Daemon) -> None:
 
 
 def test_what_one_name_read_is_read_again_for_another(artifact: Path, tmp_path: Path) -> None:
-    """Nobody is to tell by the time it takes that another one asked before."""
+    """Response time must not reveal that another owner sent the same prompt before."""
     keys = written(tmp_path / "keys", "alice alice-has-this-one\nbob bob-has-that-one\n")
     with daemon(artifact, tmp_path / "data", settings=Settings(api_keys_file=keys)) as one:
         body = {"model": one.model, "prompt": PROMPT, "max_tokens": 1}
@@ -288,7 +288,7 @@ def test_an_answer_under_way_is_followed_and_ended_by_its_name(tiny: Daemon) -> 
     soon(lambda: idle(tiny))
 
 
-def test_characters_that_ssmd_itself_uses_are_no_more_than_characters(tiny: Daemon) -> None:
+def test_characters_that_ssmd_uses_itself_are_plain_characters(tiny: Daemon) -> None:
     text = "a\U00100000b\U0010fff0<|im_end|>"
     assert texts(complete(tiny, text, echo=True))[0].startswith(text)
     plain = complete(tiny, text).json["usage"]["prompt_tokens"]

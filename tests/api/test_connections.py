@@ -128,7 +128,7 @@ def test_an_answer_that_takes_long_is_not_cut(hurried: Served) -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["at once", "later"])
-def test_a_request_that_comes_before_the_answer_is_answered_after_it(hurried: Served, apart: bool) -> None:
+def test_a_request_sent_before_the_answer_is_answered_after_it(hurried: Served, apart: bool) -> None:
     with hurried.connect(WAITS + (b"" if apart else WHOLE)) as one:
         soon(lambda: len(waiting) == 1)
         if apart:

@@ -27,7 +27,7 @@ LONG_BYTES = 64 << 20  # more than the sockets' buffers hold
 
 @pytest.mark.parametrize("reads", [0, 512])
 def test_an_export_that_is_not_read_or_in_drops_leaves_no_file(tmp_path: Path, reads: int) -> None:
-    """Who reads nothing is let go by the connection, who reads little by the export."""
+    """The connection drops a client that reads nothing; the export drops one that reads too slowly."""
     file = tmp_path / "export"
 
     async def export(request: Request) -> PassingFile:

@@ -160,9 +160,7 @@ def set_head(store: Store, session: str, turn: str) -> None:
         connection.execute(update(session_table).where(session_table.c.id == session).values(head=turn))
 
 
-def test_a_template_that_keeps_reasoning_gets_what_the_client_sent(
-    loaded: tuple[Artifact, Program], tmp_path: Path
-) -> None:
+def test_a_template_that_keeps_reasoning_gets_the_client_text(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
     """It knows nothing of reasoning: what a client left out is not put back."""
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
         first = ask(engine, QUESTION, thought("Hidden.", "It"), max_tokens=6, sampling=endless(loaded))
@@ -300,7 +298,7 @@ def test_no_template_leads_to_a_wrong_state(
 
 
 def changed(history: list[Message], chance: random.Random, n: int) -> list[Message]:
-    """What a client sends next: the conversation goes on, is edited, regenerated, begun anew."""
+    """Return the client's next messages: the conversation goes on, is edited, regenerated or begun anew."""
     move = chance.choice(["on", "on", "on", "edit", "again", "think", "new"])
     if not history or len(history) > 8 or move == "new":
         history = [Message("system", "Be  brief. ")] if chance.random() < 0.3 else []

@@ -166,7 +166,7 @@ def test_a_repeated_and_a_followed_answer_say_it_too(artifact: Path, tmp_path: P
 
 
 def test_variables_that_the_template_looks_up_are_not_ignored(artifact: Path, tmp_path: Path) -> None:
-    """Nor are those that ask for nothing. Who follows the answer, and who is streamed it, hears of the others, too."""
+    """Neutral values are not ignored either. Followers and streams get the header with the other fields, too."""
     with daemon(artifact, tmp_path) as one:
         engine, source = one.engine, (artifact / "chat_template.jinja").read_text("utf-8")
         template = ChatTemplate(source + "{% if enable_thinking %} think{% endif %}", SpecialTokens())

@@ -103,7 +103,7 @@ def test_a_stream_again(tiny: Daemon) -> None:
 
 
 def test_a_final_assistant_message_is_not_given_back(tiny: Daemon) -> None:
-    """What was continued is no part of the answer."""
+    """The continued message is not part of the answer."""
     body = tiny.body("x", **RANDOM)
     body["messages"].append({"role": "assistant", "content": "It was"})
     first, again = (tiny.served.ask("POST", CHAT, body, named("begun")) for _ in range(2))
@@ -323,7 +323,7 @@ def test_killed_between_commit_and_answer(artifact: Path, tmp_path: Path) -> Non
     store.close()
 
 
-def test_an_answer_that_could_not_be_stored_is_not_an_earlier_one(
+def test_an_answer_that_could_not_be_stored_is_not_replayed(
     artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 0.4)

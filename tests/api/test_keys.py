@@ -1,4 +1,4 @@
-"""The file of keys: how it is read, who is let in by it, and that a daemon takes up what changes in it."""
+"""The file of keys: how it is read, which callers it lets in, and that a daemon takes up changes in it."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_daemon_takes_up_other_keys_when_it_is_told(artifacts: TinyArtifacts, 
             "wrong": "invalid_api_key",
         }
         written(file, f"alice {ALICE}\ncarol carol-is-new-here\n")
-        assert models(OLD).status == 200  # nobody has told it
+        assert models(OLD).status == 200  # the daemon has had no SIGHUP yet
         with Events(served, bearer(OLD)) as gone, Events(served, bearer(ALICE)) as stays:
             soon(lambda: bool(gone.found and stays.found))
             process.send_signal(signal.SIGHUP)

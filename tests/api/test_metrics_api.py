@@ -1,4 +1,4 @@
-"""The metrics over HTTP while a daemon works: every token when it comes, and a stream of them for those who watch."""
+"""The metrics over HTTP while a daemon works: every token when it comes, and a stream of events for watchers."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_numbers_are_there_though_the_store_is_not(three: Several, tmp_path: Pat
 
 
 def test_what_others_ask_is_not_told(models: Path) -> None:
-    """That something is answered is: how busy a daemon is cannot be hidden."""
+    """A busy daemon cannot hide that it is busy: only details of the requests are left out."""
     with several(models, api_keys_file=written(models.parent / "keys", KEYS)) as one:
         with one.asking("llama", headers=bearer(BOB), **LONG) as stream, Events(one.served, bearer(SCREEN)) as screen:
             begun(stream)
@@ -190,7 +190,7 @@ def test_what_others_ask_is_not_told(models: Path) -> None:
 # The stream.
 
 
-def test_four_events_a_second_at_most_and_none_while_nothing_changes(three: Several) -> None:
+def test_at_most_four_events_a_second_and_none_without_changes(three: Several) -> None:
     with Events(three.served) as watching:
         soon(lambda: bool(watching.found))
         time.sleep(0.8)

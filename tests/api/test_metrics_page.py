@@ -30,7 +30,7 @@ SUFFIX = {"histogram": ("_bucket", "_sum", "_count")}
 
 @pytest.fixture(scope="module")
 def shown(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], str]]:
-    """What a daemon tells that answered a request, refused one and has one under way: the JSON and the exposition."""
+    """Yield the JSON and the exposition of a daemon with one answered, one refused and one running request."""
     folder = tmp_path_factory.mktemp("page")
     keys = written(folder / "keys", f"alice {ALICE}\nbob bob-has-this-one\n")
     mine = bearer(ALICE)
@@ -77,7 +77,7 @@ def fields(value: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def test_every_field_is_in_the_page_and_every_one_of_the_page_is_there(shown: tuple[dict[str, Any], str]) -> None:
+def test_the_page_documents_every_metrics_field_and_no_others(shown: tuple[dict[str, Any], str]) -> None:
     documented = [name for row in tables("## The JSON") for name in names(row[0])]
     of_series = [name for row in tables("### A series") for name in names(row[0])]
     of_kinds = ["now", "start", "last", "series"]

@@ -1,4 +1,4 @@
-"""Several models over HTTP: which one a name means, how each is loaded, kept and let go, and who waits for it."""
+"""Several models over HTTP: which one a name means, how each is loaded, kept and unloaded, and waiting requests."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_a_read_only_key_looks_and_no_more(models: Path) -> None:
         assert one.ask("POST", f"{MODELS}/llama/load", headers=alice).status == 200
 
 
-# Models that are not loaded, and those who wait.
+# Models that are not loaded, and the requests that wait for them.
 
 
 def test_what_cannot_be_loaded_is_told_and_not_asked_for_again(three: Several) -> None:
@@ -303,7 +303,7 @@ def test_what_cannot_be_loaded_is_told_and_not_asked_for_again(three: Several) -
     soon(lambda: three.leases() == 0)
 
 
-def test_a_name_means_another_runtime_where_the_first_cannot_be_loaded(three: Several) -> None:
+def test_a_name_means_another_runtime_if_the_first_cannot_load(three: Several) -> None:
     graph = next((three.models / "llama").rglob("*.tflite"))
     good = graph.read_bytes()
     graph.unlink()  # it is a link
@@ -323,7 +323,7 @@ def test_a_name_means_another_runtime_where_the_first_cannot_be_loaded(three: Se
 
 
 def test_who_asks_much_of_one_model_does_not_keep_another_out(models: Path) -> None:
-    """What waits for a lane is given back when its model is to go, and comes after who needs the memory."""
+    """Requests that wait for a lane are given back when their model is to go, behind the one that needs the memory."""
     with several(models, memory_budget=40 << 20, max_running=2) as one, ThreadPoolExecutor(30) as threads:
         many = [threads.submit(one.chat, "llama", f"On {n}", max_tokens=60, **LONG) for n in range(12)]
         soon(lambda: len(one.metrics()["running"]) == 12)
@@ -465,7 +465,7 @@ def test_a_shutdown_in_the_middle_of_a_load(models: Path, caplog: pytest.LogCapt
     assert "failed at a piece of work" not in caplog.text
 
 
-def test_a_repeated_request_waits_for_the_first_and_holds_nothing(three: Several) -> None:
+def test_a_repeated_request_waits_for_the_first_without_a_lease(three: Several) -> None:
     with three.held_back(GRANITE) as gate, ThreadPoolExecutor() as threads:
         name = {"idempotency-key": "once"}
         both = [threads.submit(three.chat, "granite", headers=name) for _ in range(2)]
@@ -479,7 +479,7 @@ def test_a_repeated_request_waits_for_the_first_and_holds_nothing(three: Several
 
 
 def test_many_clients_of_all_models_at_once(models: Path) -> None:
-    """With room for one: they take turns, nobody is refused, and everybody gets what they would get alone."""
+    """With memory for one model they take turns. No request is refused, and each answer is what it is alone."""
     with several(models, memory_budget=40 << 20) as one:
         names = ("llama", OTHER, "granite")
         alone = {name: said(one, name) for name in names}

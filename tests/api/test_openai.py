@@ -1,4 +1,4 @@
-"""What the real openai client makes of the daemon."""
+"""The real openai client against the daemon."""
 
 from __future__ import annotations
 

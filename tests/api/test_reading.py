@@ -1,4 +1,4 @@
-"""Who may have requests read, and when: by clients that ask much, beside others, or leave."""
+"""Turns at reading requests: clients that send much, beside others' answers, or leave."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_long_bodies_are_read_where_a_processor_is_free() -> None:
     assert asyncio.run(run()) == [priority(), 19]
 
 
-def test_of_one_client_few_look_at_sessions_at_once_and_chat_has_threads_of_its_own(
+def test_session_reads_are_few_per_client_and_do_not_delay_chat(
     artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, sessions = Held(), Store.sessions
@@ -236,7 +236,7 @@ def test_what_nobody_waits_for_any_more_is_tokenised_no_further(
 
 
 @pytest.mark.parametrize("ends", ["client", "server"])
-def test_a_body_that_nobody_waits_for_any_more_is_metered_no_further(
+def test_metering_of_a_body_ends_once_its_request_is_gone(
     artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     begun, ended, over = threading.Event(), threading.Event(), threading.Event()

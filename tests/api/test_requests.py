@@ -204,7 +204,7 @@ def test_what_waits_for_its_model_is_told_and_followed(three: Several) -> None:
 
 
 def test_what_waits_for_its_model_is_stopped(three: Several) -> None:
-    """The streams end as others do, whole answers too; the model is loaded for nobody."""
+    """The streams end as others do, whole answers too. The model is not loaded for them."""
     usage = {"include_usage": True}
     with three.held_back(LLAMA) as gate, three.asking("llama", n=2, stream_options=usage) as stream:
         assert gate.reached.wait(10)
@@ -231,7 +231,7 @@ def test_what_waits_for_its_model_is_stopped(three: Several) -> None:
     three.quiet()
 
 
-def test_in_the_background_it_waits_for_its_model_without_its_client(three: Several) -> None:
+def test_a_background_request_awaits_its_model_without_a_client(three: Several) -> None:
     with three.held_back(LLAMA) as gate:
         for background in (True, False):
             with three.asking("llama", f"Later {background}", max_tokens=20, background=background):
@@ -370,7 +370,7 @@ def test_in_the_background_it_goes_on_though_nobody_reads(models: Path) -> None:
 
 
 def test_a_model_stays_for_an_answer_in_the_background(three: Several) -> None:
-    """Its client has left, and with it the one who held the model."""
+    """Its client has left, and with it the client's hold on the model."""
     with three.asking("llama", background=True, keep_alive=0, **LASTING) as stream:
         first = Reader(stream).until_text()
     three.ask("POST", "/ssmd/v1/models/llama/unload")
@@ -445,7 +445,7 @@ def test_what_waits_for_a_lane_is_stopped_too(models: Path) -> None:
 
 
 def test_what_had_ended_when_it_was_stopped_is_whole(day: Several) -> None:
-    """Whoever comes too late changes nothing: an answer is over with its last token."""
+    """A stop that comes too late changes nothing: an answer is over with its last token."""
     before = day.metrics()["requests"]
     with day.asking("llama", "Nearly over", max_tokens=1, stream_options={"include_usage": True}) as stream:
         first = Reader(stream).rest()

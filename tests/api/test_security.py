@@ -1,4 +1,4 @@
-"""Who is answered: Host, Origin, key, body limit; over a real socket."""
+"""The checks before a request is answered: Host, Origin, key and body limit, over a real socket."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def _status(one: socket.socket) -> int:
 
 
 def _closed(one: socket.socket) -> bool:
-    """Whether the server ends the connection, whatever it still says before."""
+    """Report if the server ends the connection; anything it still sends before is dropped."""
     try:
         while one.recv(65536):
             pass
@@ -251,7 +251,7 @@ def _closed(one: socket.socket) -> bool:
     return True
 
 
-def test_bodies_under_way_have_a_bound_together_and_short_ones_are_free() -> None:
+def test_bodies_in_flight_share_a_bound_and_short_ones_are_free() -> None:
     arrived: list[int] = []
 
     async def count(request: Request) -> JSONResponse:
@@ -276,4 +276,4 @@ def test_bodies_under_way_have_a_bound_together_and_short_ones_are_free() -> Non
         assert one.ask("POST", "/echo", body).status == 200
         with one.connect(head + body[:-1]):
             soon(lambda: sum(arrived) == 2 * WIDE - 1)
-        soon(lambda: one.ask("POST", "/echo", body).status == 200)  # who left takes nothing with him
+        soon(lambda: one.ask("POST", "/echo", body).status == 200)  # a client that left frees its share

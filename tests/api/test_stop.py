@@ -44,7 +44,7 @@ def ask(served: Served, **headers: str) -> Answer:
 
 @pytest.fixture(params=["no key", "a key", "keys"])
 def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Keys:
-    """Those of the three ways to have some, with the token beside them."""
+    """Return the keys of each of the three setups, with the daemon's own token beside them."""
     file = written(tmp_path / "keys", f"alice {KEY}\nscreen {SCREEN} read-only\n")
     settings = {"no key": Settings(), "a key": Settings(api_key=KEY), "keys": Settings(api_keys_file=file)}
     return Keys.of(settings[request.param], TOKEN)

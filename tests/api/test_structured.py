@@ -1,4 +1,4 @@
-"""What an answer has to be, over HTTP: every spelling of it, and what becomes of it beside all else that one asks."""
+"""Constrained answers over HTTP: every spelling of a format, together with all other request fields."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_whatever_the_sampling_a_whole_answer_is_valid(
             VALID(schema).validate(json.loads(choice["message"]["content"]))
 
 
-def test_the_end_is_the_grammars_and_the_next_turn_goes_on_from_the_state(tiny: Daemon) -> None:
+def test_the_grammar_ends_an_answer_and_the_next_turn_resumes_it(tiny: Daemon) -> None:
     [text], first = ask(tiny, "Where is it?", response_format=format_of(CITY), temperature=1, seed=3)
     session = first["usage"]["ssmd"]["session"]
     [turn] = tiny.turns(session)
@@ -166,9 +166,7 @@ def test_the_end_is_the_grammars_and_the_next_turn_goes_on_from_the_state(tiny: 
     assert len(tiny.turns(session)) == 3
 
 
-def test_forced_tokens_are_fed_at_once_and_are_those_that_would_be_drawn(
-    tiny: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forced_tokens_are_fed_at_once_and_equal_the_drawn_ones(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     decode = tiny.engine.program.decode
 
@@ -188,7 +186,7 @@ def test_forced_tokens_are_fed_at_once_and_are_those_that_would_be_drawn(
     assert all(entry["logprob"] < 0 for entry in entries)  # of what the model thinks, whatever it may say
 
 
-def test_forced_tokens_leave_draws_and_penalties_as_they_would_be(tiny: Daemon) -> None:
+def test_forced_tokens_do_not_change_draws_or_penalties(tiny: Daemon) -> None:
     if tiny.engine.artifact.manifest.quantization != "f32":
         pytest.skip("tokens in one piece have other bits than one by one, so a close draw falls otherwise")
     asked: dict[str, Any] = {
@@ -259,7 +257,7 @@ def test_streams_of_several_choices_beside_free_answers(tiny: Daemon) -> None:
         assert [whole_text(one.result()) for one in free] == [alone, alone]
 
 
-def test_max_tokens_cuts_within_it_and_stop_strings_cut_as_always(tiny: Daemon) -> None:
+def test_max_tokens_and_stop_strings_cut_structured_answers(tiny: Daemon) -> None:
     [text], _ = ask(tiny, store=False, response_format=format_of(CITY))
     for most in (1, 4, 13):
         cut = tiny.chat(store=False, response_format=format_of(CITY), max_tokens=most, logit_bias=None).json

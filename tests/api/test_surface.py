@@ -26,7 +26,7 @@ from ssmd.config import Settings
 
 KEY = "somebody-has-this-one"
 MODEL_OF = {"{model}": "llama", "{session}": "ses_none", "{id}": "none", "{file}": "index.html"}
-# Which statuses whoever asks can bring about anywhere, and how.
+# Statuses that any client can provoke on every route: (headers, error code).
 PROVOKED: dict[int, tuple[dict[str, str], str]] = {
     400: ({"content-length": "5", "transfer-encoding": "chunked"}, "invalid_content_length"),
     401: ({"authorization": "Bearer nothing-of-the-kind"}, "invalid_api_key"),
@@ -55,7 +55,7 @@ def ask(one: Daemon, method: str, path: str, body: Any = None, **headers: str) -
     return one.served.ask(method, at(path), body, {**bearer(KEY), **headers})
 
 
-def test_every_route_is_in_the_document_and_every_one_there_is_a_route(tiny: Daemon) -> None:
+def test_the_document_lists_every_route_and_no_others(tiny: Daemon) -> None:
     app = create_app(tiny.host, Settings())
     assert isinstance(app, Security)
     assert isinstance(app._app, Starlette)
@@ -113,7 +113,7 @@ def _asking(row: tuple[str, str], model: str) -> Any:
 
 
 def _good(row: tuple[str, str]) -> bool:
-    """Whether asking is enough to be answered: nothing has to be there, nothing ends or is fetched for it."""
+    """Report if a plain request succeeds: it needs no existing object, ends nothing and fetches nothing."""
     method, path = row
     needs = ("{session}", "{id}", "/import", "/redeem", "/stop", "/pulls", "/stream", "/unload")
     return method != "PATCH" and (not any(part in path for part in needs) or row == ("GET", "/ssmd/v1/pulls"))

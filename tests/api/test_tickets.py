@@ -1,4 +1,4 @@
-"""Tickets: who redeems one gets the rights of whose key made it, once, for a while, and no longer than that key has."""
+"""Tickets: redeeming one once gives the rights of its key for a while, and no longer than that key has them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEYS = f"alice {ALICE}\nbob {BOB}\nbob {SCREEN} read-only\n"
 
 @contextmanager
 def guarding(keys: Keys) -> Iterator[Served]:
-    """The guard, behind which /whoami tells who asks."""
+    """Serve the guard, with /whoami behind it, which returns the caller."""
 
     async def whoami(request: Request) -> JSONResponse:
         caller = caller_of(request.scope)
@@ -79,7 +79,7 @@ def redeemed(one: Served, ticket: str, **headers: str) -> Answer:
 
 
 def key_of(one: Served, key: str | None) -> str:
-    """What a ticket gives that was made with a key."""
+    """Make a ticket with a key, redeem it, and return the key it gives."""
     answer = redeemed(one, made(one, key))
     assert answer.status == 200, answer.body
     assert 43_199 <= answer.json["expires_in"] <= 43_200

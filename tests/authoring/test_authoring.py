@@ -192,7 +192,7 @@ MANY = (149, 1, 64, 0, 2, 30, 148, 7, 90)
         pytest.param(MANY, False, marks=pytest.mark.full),
     ],
 )
-def test_streams_that_take_a_step_together_are_those_of_transformers(
+def test_streams_stepped_together_match_transformers(
     pair: Pair, positions: tuple[int, ...], opened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = [Host(pair.module, CONTEXT - lane) for lane in range(len(positions))]

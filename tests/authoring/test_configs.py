@@ -156,7 +156,7 @@ def config_with(family: str, change: Change) -> dict[str, Any]:
 
 
 def parsed(config: Mapping[str, Any]) -> Any:
-    """What is said of the model, less for how many tokens it was trained."""
+    """Parse the model's config, without the number of tokens it was trained for."""
     return dataclasses.replace(family_of(config).parse(config), max_position=1)
 
 
@@ -233,7 +233,7 @@ VISION = {"vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_
 
 
 def asked_of(config: Any) -> set[str]:
-    """What transformers asks a config for while it makes a model, prefills and decodes."""
+    """Return the config fields that transformers reads to make a model, prefill and decode."""
     kind: Any = type(config)
     plain, asked = kind.__getattribute__, set()
 
@@ -253,13 +253,13 @@ def asked_of(config: Any) -> set[str]:
 
 
 def _is_property(kind: Any, name: str) -> bool:
-    """Whether it follows from other fields, in transformers; a config.json that has it cannot be loaded."""
+    """Report if transformers derives a field from others; a config.json that has it cannot be loaded."""
     return isinstance(getattr(kind, kind.attribute_map.get(name, name), None), property)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_is_known(family: str) -> None:
-    """Those that are read have a change here that makes a difference, those that are refused one that is."""
+    """Each field that is read has a change here that makes a difference; each refused field has one that is refused."""
     read: set[str] = set()
     for change in ({}, *USED[family], *SAME[family], *REFUSED[family]):
         recorded = Recorded(config_with(family, change))

@@ -39,7 +39,7 @@ Original = Callable[[str], tuple[Source, list[int], NDArray[np.float32]]]
 
 
 def parameters(module: FlatModule, name: str) -> list[torch.Tensor]:
-    """Those of the name, without a layer or of every layer."""
+    """Return the parameters of a name: one without a layer, or those of every layer."""
     found = [p for n, p in module.named_parameters() if n in (name, f"{n.partition('_')[0]}_{name}")]
     assert found, f"no parameter is called {name}"
     return found

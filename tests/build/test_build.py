@@ -200,7 +200,7 @@ def test_weights_are_stored_once(artifact: Artifact, artifacts: TinyArtifacts) -
 
 
 def weight_types(file: Path) -> Counter[str]:
-    """How often each type stands among the different matrices of products and lookups."""
+    """Count the types of the different matrices of products and lookups."""
     from ai_edge_litert import schema_py_generated as schema
 
     model = schema.ModelT.InitFromPackedBuf(file.read_bytes(), 0)
@@ -268,7 +268,7 @@ def test_stop_tokens_outside_the_vocabulary_are_refused(source: Path, tmp_path: 
         ({"model": None}, "is not a tokenizer.json"),
     ],
 )
-def test_a_tokenizer_that_does_not_go_with_the_model_is_refused_at_once(
+def test_a_tokenizer_that_does_not_fit_is_refused_before_a_build(
     source: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     opened = Source.open(shutil.copytree(source, tmp_path / "source"))
@@ -328,7 +328,7 @@ def test_ctrl_c_leaves_nothing(source: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "tiny").iterdir())
 
 
-def test_a_ctrl_c_that_a_converter_swallows_is_heard_at_the_next_stage(
+def test_a_ctrl_c_that_a_converter_swallows_stops_the_next_stage(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The converters import optional packages under a bare `except`."""

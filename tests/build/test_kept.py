@@ -1,4 +1,4 @@
-"""What the repository keeps of tiny artifacts is what builds make today, and nothing else is taken for it.
+"""The tiny artifacts kept in the repository equal today's builds, and are restored for nothing else.
 
 By default test_reproducibility.py builds one of each runtime and compares; here is all the rest.
 """

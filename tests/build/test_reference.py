@@ -1,4 +1,4 @@
-"""What an artifact is measured against: the logits of a text, and how far another's are from them."""
+"""The reference of an artifact: the logits of a text, and the distance of another's logits from them."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_a_second_build_of_a_moved_source_has_the_same_files(
 
 
 def test_golden_values_do_not_depend_on_threads(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    """Those of the hybrid do, left alone: its sums are divided among the threads."""
+    """The hybrid's values do by default, since its sums are divided among the threads."""
     source, built = artifacts.source("granite-int8"), artifacts["granite-int8"] / "golden.safetensors"
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     texts = {python("-c", GOLDEN, str(source), str(f), str(n), seed=n) for n, f in enumerate(files, 1)}

@@ -1,4 +1,4 @@
-"""What several tests of commands find at home."""
+"""A home folder that several tests of commands share."""
 
 from __future__ import annotations
 

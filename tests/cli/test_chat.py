@@ -166,7 +166,7 @@ def _shell(home: Home, command: str, **extra: str) -> subprocess.CompletedProces
     return subprocess.run(["/bin/sh", "-c", command], env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_sessions_are_continued_by_id_by_its_beginning_and_as_the_last(either: Home) -> None:
+def test_run_continues_a_session_by_id_by_id_prefix_or_as_last(either: Home) -> None:
     asked = ("--temperature", "0", "--max-tokens", "4", "--json")
     first = json.loads(either.ssmd("run", "llama", "One", *asked)[0])
     assert first["usage"]["completion_tokens"] == 4
@@ -287,7 +287,7 @@ def test_ctrl_c_stops_the_answer_and_loses_nothing_typed(models: Path, tmp_path:
 
 
 def test_ctrl_c_right_after_enter_stops_the_answer(models: Path, tmp_path: Path) -> None:
-    """However soon it comes; what was typed in between stays. Nobody asks this terminal where its cursor is."""
+    """However early it comes. Text typed in between stays. The terminal never has to report its cursor."""
     home = Home(tmp_path, models)
     with running(home.path, "mamba"), home.chat(ENDLESS, "mamba") as chat:
         shown = chat.child.logfile_read = io.StringIO()
@@ -519,7 +519,7 @@ def test_the_daemon_is_killed_and_comes_back_elsewhere(models: Path, tmp_path: P
             chatting.__exit__(None, None, None)
 
 
-def test_a_session_that_is_removed_meanwhile_goes_on_in_a_new_one(home: Home) -> None:
+def test_chat_goes_on_in_a_new_session_after_its_own_is_removed(home: Home) -> None:
     with home.chat() as chat:
         chat.line("One")
         chat.until(STORED)
@@ -575,7 +575,7 @@ def test_an_answer_does_not_steer_the_terminal() -> None:
 
 
 def test_lines_of_a_chat_whose_output_goes_elsewhere(home: Home, tmp_path: Path) -> None:
-    """What is typed is a line each, without a prompt that draws; stdout has the answers alone."""
+    """Each typed line is read without a drawn prompt; stdout has the answers alone."""
     with terminal(f"$SSMD run llama {ASKED} >{tmp_path / 'out'}", home.env) as one:
         one.until(BEGUN)
         one.line("First")
@@ -623,7 +623,7 @@ def test_nohup_still_holds(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_daemon_that_cannot_be_found_is_told_of(models: Path, tmp_path: Path) -> None:
-    """Its lock is held, but where it is nobody says: the model is loaded a second time, and not without a word."""
+    """Its lock is held, but its address is unknown: the model is loaded a second time, and the user is warned."""
     home = Home(tmp_path, models)
     with running(home.path, "llama") as (process, _):
         file = home.data / "daemon.json"

@@ -1,4 +1,4 @@
-"""What a shell is offered: by the protocol of its script, and in a real bash."""
+"""The completions offered to a shell: by the protocol of its script, and in a real bash."""
 
 from __future__ import annotations
 

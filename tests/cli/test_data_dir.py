@@ -92,7 +92,7 @@ def test_it_cannot_be_made(sealed: Path, tmp_path: Path, command: str) -> None:
     ],
 )
 def test_a_model_that_cannot_be_fetched(tmp_path: Path, name: str, advice: str) -> None:
-    """What needs no PyTorch is not to be built."""
+    """A model that needs no PyTorch is not advised to be built."""
     assert refused(tmp_path, f"pull {name}", tmp_path / "data").endswith(advice)
 
 

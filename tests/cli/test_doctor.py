@@ -1,4 +1,4 @@
-"""What the doctor says first, what it finds wrong, and that nothing wrong keeps it from looking at the rest."""
+"""The doctor's report: its first lines, its findings, and that a finding does not stop the rest of the checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssmd.sessions.store import Store
 
 
 def among(*runtimes: str) -> str:
-    """What a command runs first so that these are all the runtimes: to look at one takes a process of its own."""
+    """Return code that restricts a command to these runtimes, as each check of one starts a process."""
     return f"from ssmd.runtime import devices; devices.runtime_names = lambda: {runtimes!r}"
 
 

@@ -37,7 +37,7 @@ LIES_OF_A_SESSION = {**SESSION, "head": "t", "turns": [{**TURN, "finish_reason":
 
 
 class Daemon:
-    """What answers in the place of one. answer: to everything; None: lies, and refusals of all that is sent."""
+    """A server in a daemon's place. answer: its reply to everything; None: lies, and refusals of all posts."""
 
     def __init__(self, folder: Path) -> None:
         self.answer: Any = None

@@ -1,4 +1,4 @@
-"""The daemon of one command: who may ask it, and what it leaves behind."""
+"""The daemon of one command: it answers only its own process, and what it leaves behind."""
 
 from __future__ import annotations
 

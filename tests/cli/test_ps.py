@@ -68,7 +68,7 @@ def metrics(**fields: Any) -> dict[str, Any]:
 
 
 class Daemon:
-    """What answers in the place of one."""
+    """A server in a daemon's place that answers with metrics."""
 
     def __init__(self, folder: Path) -> None:
         self.answer: Any = metrics()

@@ -37,19 +37,19 @@ class Machine:
             (folder / place).mkdir(mode=0o700)
 
     def ssmd(self, *words: str, fails: int = 0, **more: str) -> str:
-        """What a command says on both streams; `fails`: its exit code."""
+        """Run a command and return stdout and stderr. `fails`: the exit code to expect."""
         done = commands.ssmd(*words, env={**self.environment, **more})
         assert done.returncode == fails, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     @property
     def running(self) -> bool:
-        """Whether it answers."""
+        """Report if the user's systemd answers."""
         asked = ["systemctl", "--user", "is-system-running"]
         return "running" in subprocess.run(asked, env=self.environment, capture_output=True, text=True).stdout
 
     def serves(self, pid: int) -> bool:
-        """Whether the daemon of that process has said where it is."""
+        """Report if the daemon of that process has written its address."""
         with suppress(OSError, ValueError):
             return bool(json.loads((self.folder / "data" / "daemon.json").read_text())["pid"] == pid)
         return False
@@ -130,7 +130,7 @@ def test_from_install_to_uninstall(machine: Machine) -> None:
     soon(lambda: machine.pid not in (0, second), START_S)
     soon(lambda: machine.serves(machine.pid), START_S)
 
-    machine.ssmd("stop")  # whoever ends the daemon by hand means it
+    machine.ssmd("stop")  # a daemon that the user stops is not restarted
     assert "inactive" in machine.ssmd("service", "status", fails=3)
     machine.ssmd("service", "start")
     assert machine.serves(machine.pid)

@@ -153,7 +153,7 @@ def kept(history: Kept) -> list[str]:
 
 
 def test_what_a_history_is(tmp_path: Path) -> None:
-    """A file of prompt_toolkit's own kind; whoever removes it has another of the same mode."""
+    """A file of prompt_toolkit's own kind. If it is removed, the next one has the same mode."""
     file = tmp_path / "history"
     one = Kept(file)
     one.store_string("first")

@@ -1,4 +1,4 @@
-"""What a chat in the terminal makes of an answer with reasoning: it tells of it, and keeps it with what was said."""
+"""Answers with reasoning in a terminal chat: a notice instead of the reasoning, which is kept with the answer."""
 
 from __future__ import annotations
 

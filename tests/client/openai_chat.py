@@ -1,4 +1,4 @@
-"""What the real openai client makes of the daemon. Run by tests as `openai_chat.py SCENARIO URL JSON`; prints JSON.
+"""The real openai client against the daemon. Run by tests as `openai_chat.py SCENARIO URL JSON`; prints JSON.
 Without arguments each line of its input is such a list, and its answer a line.
 
 It has an environment of its own, since the client's pydantic is newer than what model conversion allows.
@@ -52,7 +52,7 @@ def completions(url: str, arguments: dict[str, Any]) -> Any:
 
 
 def embeddings(url: str, arguments: dict[str, Any]) -> Any:
-    """What is raised when embeddings are asked for."""
+    """Ask for embeddings and return the error raised, or None."""
     try:
         client(url).embeddings.create(**arguments)
     except openai.APIStatusError as err:
@@ -69,7 +69,7 @@ def helper(url: str, arguments: dict[str, Any]) -> Any:
 
 
 def failures(url: str, requests: list[dict[str, Any]]) -> Any:
-    """What is raised for each of several bad requests."""
+    """Send several bad requests and return the error that each raises."""
     found = []
     for arguments in requests:
         extra = arguments.pop("extra_body", {})
@@ -95,7 +95,7 @@ def failures(url: str, requests: list[dict[str, Any]]) -> Any:
 
 
 def broken_stream(url: str, arguments: dict[str, Any]) -> Any:
-    """What a stream that fails on its way raises, after how many chunks."""
+    """Read a stream that fails midway; return its error and the number of chunks before it."""
     n = 0
     try:
         for _ in client(url).chat.completions.create(stream=True, **arguments):

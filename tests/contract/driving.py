@@ -1,4 +1,4 @@
-"""How the contract suite drives a program: feeding, comparing, and what a case is."""
+"""Driving a program in the contract suite: cases, feeding and comparing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def half(self) -> bool:
-        """Whether its states are float16."""
+        """Report if its states are float16."""
         return self.runtime == "coreml" and self.quantization != "f32"
 
     def state_error(self, actual: State, expected: State) -> float:

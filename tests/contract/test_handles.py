@@ -110,7 +110,7 @@ def test_logits_are_fresh_arrays(loaded: Loaded) -> None:
 
 
 def test_memory_of_a_released_handle_brings_nothing_with_it(loaded: Loaded) -> None:
-    """What a new handle computes is what it computes in a program that never did anything else."""
+    """A new handle computes the same as in a program that never computed anything else."""
     other = loaded.load()
     ids = loaded.ids(50, seed=7)
 

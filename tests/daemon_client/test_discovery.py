@@ -1,4 +1,4 @@
-"""How a running daemon is found, and all that is not taken for one."""
+"""Finding a running daemon, and everything that is not taken for one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_where_none_runs(tmp_path: Path) -> None:
 def test_what_one_left_that_was_killed(tmp_path: Path) -> None:
     """Also while another process has the lock, which repairs, say, or starts."""
     announce(tmp_path, HERE)
-    assert find(tmp_path) is None  # nobody has the lock, whatever process has that number today
+    assert find(tmp_path) is None  # the lock is free, whatever process has that number today
     with held_elsewhere(tmp_path) as pid:
         assert find(tmp_path) is None
         assert running(tmp_path) == pid
@@ -185,7 +185,7 @@ def test_what_belongs_to_another_user(held: Path) -> None:
 
 
 def test_a_directory_that_is_closed(tmp_path: Path) -> None:
-    """As that of another user is, for who is not root."""
+    """As another user's is, for any user but root."""
     looked = (
         "import os, pathlib, sys; from ssmd.daemon.discovery import find\n"
         "os.getuid() or os.setuid(54321)\n"
@@ -225,7 +225,7 @@ def test_who_looks_keeps_nobody_from_starting(tmp_path: Path) -> None:
 
 
 def test_two_looks_do_not_see_each_other(tmp_path: Path) -> None:
-    """Neither is the holder, nor is who was killed and whose name still stands there."""
+    """Neither is the holder, nor is a killed process whose number is still in the file."""
     (tmp_path / LOCK_FILE).write_text("4711\n")
     fcntl = pytest.importorskip("fcntl")
     with (tmp_path / LOCK_FILE).open() as other:

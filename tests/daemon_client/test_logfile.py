@@ -1,4 +1,4 @@
-"""The daemon's log: its bounds, who can read it, and how it is read while it goes on."""
+"""The daemon's log: its bounds, its readers, and how it is read while it grows."""
 
 from __future__ import annotations
 

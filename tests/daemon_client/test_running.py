@@ -80,7 +80,7 @@ def test_what_tells_of_it_is_removed_and_comes_again(artifact: Path, tmp_path: P
     with running(tmp_path, str(artifact)) as (process, served):
         one = found(data)
         (data / FILE).unlink()
-        served.ask("GET", "/health")  # while nobody is connected it looks seldom
+        served.ask("GET", "/health")  # without connections it looks seldom
         soon(lambda: find(data) == one)
         assert ssmd(tmp_path, "stop").returncode == 0
         assert process.wait(10) == 0
@@ -121,7 +121,7 @@ def test_a_killed_one_is_not_found_and_a_new_one_is(artifact: Path, tmp_path: Pa
         process.kill()
         process.wait()
         assert find(tmp_path / "data") is None
-        with socket.create_server(("127.0.0.1", served.port)) as stranger:  # who has the port now
+        with socket.create_server(("127.0.0.1", served.port)) as stranger:  # which has the port now
             stranger.settimeout(0.2)
             assert "no daemon runs" in ssmd(tmp_path, "ps").stderr
             assert ssmd(tmp_path, "stop").returncode == 0
@@ -229,7 +229,7 @@ def test_one_that_listens_everywhere(artifact: Path, tmp_path: Path) -> None:
 
 
 def test_one_that_keeps_nothing(artifact: Path, tmp_path: Path) -> None:
-    """Neither is found nor writes a log, and has no token that anybody could have."""
+    """It is not found, writes no log, and has no token that a client could read."""
     with running(tmp_path, str(artifact), "--no-store") as (_, served):
         assert "no daemon runs" in ssmd(tmp_path, "ps").stderr
         assert served.ask("POST", "/ssmd/v1/stop").status == 403

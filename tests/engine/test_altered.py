@@ -33,7 +33,7 @@ from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, UnknownSession, conversation
 
-WHOSE = ("seq", "session", "owner")  # what may change with who has a turn: nothing tells that they were altered
+WHOSE = ("seq", "session", "owner")  # they may change with a turn's owner: an alteration is not seen
 FULL = pytest.mark.full
 NOT_HEALED = ("id", "parent", "chain", "complete")  # a branch beside it then; and what is true is true, however written
 COLUMNS = [c.name for c in turn_table.columns if c.name not in WHOSE]
@@ -41,7 +41,7 @@ STEERING = ("id", "parent", "stem", "chain", "items", "ids", "text")  # rows/tes
 
 
 def values(name: str) -> list[str]:
-    """What a column becomes, in SQL: values that it could have, and some that it could not."""
+    """Return new values of a column, in SQL: some that it could have, and some that it could not."""
     column = turn_table.c[name]
     if isinstance(column.type, LargeBinary):
         found = [
@@ -97,7 +97,7 @@ def talk(loaded: tuple[Artifact, Program], tmp_path_factory: pytest.TempPathFact
 
 
 def alter(file: Path, what: str, turns: str) -> bool:
-    """Whether something is altered: by somebody who has the file, and looks after nothing."""
+    """Alter rows as a process with write access would, without checks. Returns whether something changed."""
     with closing(sqlite3.connect(file)) as raw:
         raw.execute("PRAGMA foreign_keys = OFF")
         raw.text_factory = bytes
@@ -164,7 +164,7 @@ def test_an_altered_row(
 
 
 def test_a_session_whose_row_is_gone_is_not_unknown(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
-    """Its turns are there: who names it is told what makes it anew, and then goes on in it."""
+    """Its turns exist: a client that names it gets the command that restores it, and then goes on in it."""
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
         talk = talked(engine, (), *QUESTIONS[:2])
         session = store.sessions()[0].id

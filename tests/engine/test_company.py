@@ -128,7 +128,7 @@ def states(store: Store, program: Program) -> list[tuple[int, dict[str, bytes]]]
 
 
 def lengths_of(program: Program) -> tuple[int, ...]:
-    """Those of prompts: few where a call is slow, as on a GPU of software."""
+    """Return the lengths of prompts: few where a call is slow, as on a GPU of software."""
     return LENGTHS if program.producer.startswith("litert") else FEW
 
 

@@ -56,7 +56,7 @@ def test_what_is_subtracted(before: list[int], said: list[int], last_n: int, all
             penalty.add(said[n])
 
 
-def test_a_long_repetition_is_found_however_often_there_is_made_room() -> None:
+def test_a_long_repetition_is_found_however_often_room_is_made() -> None:
     words = np.random.default_rng(1).integers(0, 50, 700).tolist()
     dry = Dry(1.0, 1.2)
     penalty = DryPenalty(dry, (), np.array([], np.int32))

@@ -203,7 +203,7 @@ def test_three_states_are_kept_of_a_request(engine: Engine, store: Store) -> Non
         assert [row.kind for row in alone] == ["system"]
 
 
-def test_a_cut_answer_ends_with_its_prompt_until_it_is_rerendered(
+def test_a_cut_answer_ends_with_its_prompt_until_rerendered(
     engine: Engine, store: Store, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = ask(engine, user("Go on"), sampling=endless, max_tokens=30, store=False)
@@ -348,7 +348,7 @@ def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
     engine.shutdown(0)
 
 
-def test_a_long_answer_does_not_lose_what_was_written_ahead_of_it(
+def test_a_long_answer_keeps_states_written_ahead_of_it(
     loaded: tuple[Artifact, Program], store: Store, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("AHEAD_BYTES", 1), ("IDLE_S", 0.01), ("LOOK_S", 0.01), ("LOOSE_S", 0.01)):
@@ -414,9 +414,7 @@ def test_the_program_is_warmed_up_when_nobody_comes(
     asked_at_once.shutdown(0)
 
 
-def test_the_first_grammar_finds_its_table_made_when_nobody_came_before_it(
-    loaded: tuple[Artifact, Program], store: Store
-) -> None:
+def test_warm_up_makes_the_table_of_the_first_grammar(loaded: tuple[Artifact, Program], store: Store) -> None:
     idle = OwnEngine(*loaded, store)
     idle.start(warm_up=True)
     soon(lambda: "_known" in vars(idle._grammars))
@@ -433,7 +431,7 @@ def yesterday(loaded: tuple[Artifact, Program], store: Store) -> Answer:
     return answer
 
 
-def test_the_conversation_used_last_is_taken_up_when_nobody_comes(
+def test_an_idle_engine_takes_up_the_conversation_used_last(
     loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = loaded[1]
@@ -550,7 +548,7 @@ def test_who_leaves_gives_up_a_place_at_once(engine: Engine, endless: SamplingPa
 
 
 def test_clients_take_turns(engine: Engine, endless: SamplingParams) -> None:
-    """Who holds all lanes and most places is not in the way of another, who gets the next one, and one beside them."""
+    """A client with all lanes and most places does not block another, which gets the next lane and one spare."""
 
     def endlessly(text: str, client: str) -> Asked:
         slowly = partial(time.sleep, 0.01)
@@ -580,7 +578,7 @@ def test_clients_take_turns(engine: Engine, endless: SamplingParams) -> None:
 
 
 def steps(program: Program, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What the program is called for from now on: (name, how many handles or tokens)."""
+    """Record the program's calls from now on: (name, number of handles or tokens)."""
     made: list[tuple[str, int]] = []
     for name in ("prefill", "decode"):
         call = getattr(program, name)
@@ -632,7 +630,7 @@ def test_one_of_each_client_s_answers_gets_a_token_in_a_step(
 def test_prompts_without_end_are_read_in_a_part_of_the_time(
     engine: Engine, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch, credit: float
 ) -> None:
-    """Also before the credit is spent, by who has more of them waiting. In a time that only calls take."""
+    """Also before the credit is spent, by a client with more prompts waiting. The clock advances by calls alone."""
     monkeypatch.setattr(fairness, "CREDIT_S", credit)
     made = steps(engine.program, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: sum(0.02 if name == "prefill" else 0.01 for name, _ in made))
@@ -703,7 +701,7 @@ def test_who_waits_most_gives_way_in_a_full_queue(engine: Engine, endless: Sampl
     assert isinstance(lost, Failed)
     assert (lost.error.status, lost.error.code) == (503, "queue_full")
     assert lost.error.retry_after_s
-    for client in ("a", "b"):  # two and one: nobody has more than one more
+    for client in ("a", "b"):  # two and one: no client is ahead by more than one
         with pytest.raises(Rejected, match="3 requests are waiting"):
             Asked(engine, user("And one."), client=client)
     for one in running:
@@ -845,7 +843,7 @@ def test_a_text_is_stored_where_its_state_fails(engine: Engine, store: Store) ->
 
 
 @pytest.mark.parametrize("takes_ms", [0.0, 60_000.0], ids=["with its text", "after its text"])
-def test_a_client_that_is_told_of_a_stored_turn_finds_the_store_well(
+def test_the_store_is_well_when_a_client_learns_of_a_stored_turn(
     takes_ms: float, engine: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the operating system runs the client's thread first."""
@@ -1029,7 +1027,7 @@ def held(loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch) -> l
     return found
 
 
-def test_who_leaves_while_a_state_is_restored_leaves_nothing_behind(
+def test_cancelling_during_a_restore_leaves_nothing_behind(
     engine: Engine, loaded: tuple[Artifact, Program], held: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = ask(engine, user("Remember me."))
@@ -1051,7 +1049,7 @@ def test_who_leaves_while_a_state_is_restored_leaves_nothing_behind(
     soon(lambda: not held)
 
 
-def test_a_restore_that_fails_ends_its_request_and_leaves_nothing_behind(
+def test_a_failed_restore_ends_its_request_and_leaves_nothing(
     engine: Engine, loaded: tuple[Artifact, Program], held: list[Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = ask(engine, user("Remember me."))
@@ -1125,7 +1123,7 @@ def test_who_finds_no_memory_ends_alone(
     endless: SamplingParams,
     what: str,
 ) -> None:
-    """Not those who decode in the same step."""
+    """Requests that decode in the same step do not end with it."""
     slow = Asked(engine, user("I go on."), max_tokens=200, sampling=endless, before=partial(time.sleep, 0.003))
     assert isinstance(slow.next(), Delta)
 

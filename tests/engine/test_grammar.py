@@ -47,7 +47,7 @@ def stop_of(name: str) -> int:
 
 
 def said(name: str, grammar: Grammar, seed: int = 0, *, most: int = 400, forced: bool = False) -> str | None:
-    """What is said when any token may come that the grammar allows; None if it goes on and on."""
+    """Return a random text of the grammar; None if it does not end within `most` tokens."""
     tokenizer, guide, chance = vocabularies.opened(name), grammars(name).read(grammar), random.Random(seed)
     tokens: list[int] = []
     while not guide.ended and len(tokens) < most:
@@ -103,7 +103,7 @@ def test_what_a_schema_allows_validates(name: str, schema: dict[str, Any], seed:
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
-def test_control_tokens_are_said_where_a_grammar_names_them_alone() -> None:
+def test_control_tokens_come_only_where_a_grammar_names_them() -> None:
     tokenizer = vocabularies.opened("byte-level")
     guide = grammars("byte-level").read(of_grammar("start: <|im_start|> /.*/", "grammar"))
     named = vocabularies.id_of("byte-level", "<|im_start|>")
@@ -114,7 +114,7 @@ def test_control_tokens_are_said_where_a_grammar_names_them_alone() -> None:
     assert len(allowed(guide)) > 100
 
 
-def test_what_is_forced_comes_at_once_and_copies_go_their_own_ways() -> None:
+def test_forced_tokens_come_at_once_and_copies_are_independent() -> None:
     tokenizer = vocabularies.opened("byte-level")
     first = grammars("byte-level").read(grammar_of(CITY))
     other = first.copy()
@@ -208,7 +208,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("schema", "way"), REFUSED)
-def test_a_schema_that_cannot_be_followed_is_refused_and_says_where(schema: dict[str, Any], way: str) -> None:
+def test_a_schema_that_is_not_supported_is_refused_with_its_path(schema: dict[str, Any], way: str) -> None:
     with pytest.raises(Rejected) as caught:
         grammars("qwen").read(of_schema(schema, "response_format"))
     assert (caught.value.status, caught.value.code, caught.value.param) == (
@@ -255,7 +255,7 @@ def test_a_grammar_that_would_end_the_process_is_not_read(text: str, param: str)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_token_that_may_not_come_is_an_error_and_nothing_is_free_after_it() -> None:
+def test_a_disallowed_token_is_an_error_and_no_other_may_follow() -> None:
     guide = grammars("byte-level").read(grammar_of(CITY))
     with pytest.raises(Rejected, match="cannot be followed any further") as caught:
         guide.take(vocabularies.id_of("byte-level", "x"))
@@ -264,7 +264,7 @@ def test_a_token_that_may_not_come_is_an_error_and_nothing_is_free_after_it() ->
         guide.take(vocabularies.id_of("byte-level", "{"))
 
 
-def test_where_nothing_can_be_said_that_fits_the_grammar_is_what_is_wrong() -> None:
+def test_a_grammar_that_no_text_fits_is_named_as_the_error() -> None:
     guide = grammars("byte-level").read(of_grammar('start: "go" A\nA: /x/ & /y/\n', "guided_grammar"))
     for token in vocabularies.library("byte-level").encode("go").ids:
         guide.take(token)

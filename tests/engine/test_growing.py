@@ -63,7 +63,7 @@ def served(loaded: tuple[Artifact, Program], tmp_path: Path) -> Iterator[tuple[E
 
 
 def answer_of(engine: Engine, talk: Talk, **fields: Any) -> Answer:
-    """The answer, when all that nobody waits for is done."""
+    """Return the answer once the engine's background work is done."""
     answer = ask(engine, *talk, **fields)
     soon(lambda: done(engine))
     assert isinstance(engine._persistence, Persistence)
@@ -72,7 +72,7 @@ def answer_of(engine: Engine, talk: Talk, **fields: Any) -> Answer:
 
 
 def talked(engine: Engine, talk: Talk, *questions: str, **fields: Any) -> Talk:
-    """What a conversation has become with more questions and their answers."""
+    """Ask more questions and return the longer conversation."""
     for question in questions:
         answer = answer_of(engine, (*talk, user(question)), **{"max_tokens": 6, **fields})
         assert answer.usage.stored
@@ -104,7 +104,7 @@ def from_scratch(engine: Engine, store: Store, prompt: Prompt, talk: Talk) -> tu
 
 @contextmanager
 def read(store: Store) -> Iterator[dict[str, int]]:
-    """What this thread reads of the store meanwhile: statements, rows, and bytes of all that is in them."""
+    """Measure this thread's reads of the store: statements, rows, and bytes of all that is in them."""
     statements: list[tuple[str, Any]] = []
     here = threading.get_ident()
 
@@ -149,7 +149,7 @@ def write_turns(engine: Engine, store: Store, talk: Talk, count: int) -> Talk:
     return talk
 
 
-def test_a_request_reads_as_little_of_a_long_conversation_as_of_a_short_one(served: tuple[Engine, Store]) -> None:
+def test_reads_of_a_request_do_not_grow_with_the_conversation(served: tuple[Engine, Store]) -> None:
     engine, store = served
     talk = talked(engine, (SYSTEM,), "Who is there?")
     costs = []
@@ -251,7 +251,7 @@ def positions(store: Store) -> list[int]:
 
 
 def first_token(program: Program, handle: Handle, ids: list[int]) -> tuple[float | None, tuple[float, ...]]:
-    """What is said after these ids: log probabilities, by the calls that a request makes."""
+    """Return the log probabilities of the next token after these ids, by the calls that a request makes."""
     position = program.position(handle)
     for n in buckets.pieces(position, len(ids) - 1, program.buckets):
         program.prefill(handle, ids[position : position + n])
@@ -271,7 +271,7 @@ def told(answer: Answer) -> tuple[float | None, tuple[float, ...]]:
 def test_what_has_no_state_any_more_is_read_back(
     loaded: tuple[Artifact, Program], served: tuple[Engine, Store], how: str, count: int
 ) -> None:
-    """Those ids that were sampled, which the tokenizer would not have chosen: from turns above, down to the last."""
+    """The sampled ids, which the tokenizer would not choose, are read from the turns above down to the last."""
     (engine, store), program = served, loaded[1]
     talk = talked(engine, (SYSTEM,), *QUESTIONS, max_tokens=10, sampling=endless(loaded))
     asked = (*talk, user("Go on."))

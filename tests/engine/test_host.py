@@ -103,7 +103,7 @@ def test_a_runtime_that_is_asked_for_is_the_only_one(models: Path) -> None:
 
 
 def test_a_daemon_that_was_started_for_no_model_loads_none(models: Path) -> None:
-    """Though only one is installed: the system starts it with the machine, and maybe nobody asks."""
+    """Though only one is installed: the system starts the daemon with the machine, and maybe no request comes."""
     with hosting(models, runtime="openvino", lazy=True) as host:
         assert loaded(host) == set()
         lent(host, OTHER).release()
@@ -112,7 +112,7 @@ def test_a_daemon_that_was_started_for_no_model_loads_none(models: Path) -> None
         assert loaded(host) == {LLAMA}, "it was named"
 
 
-def test_a_model_loads_once_for_all_who_ask_and_goes_when_it_is_idle(models: Path) -> None:
+def test_a_model_loads_once_for_all_requests_and_unloads_if_idle(models: Path) -> None:
     with hosting(models, keep_alive=0.3) as host:
         assert loaded(host) == set()
         waiting = [host.lend(host.shelf.find("llama")) for _ in range(5)]
@@ -173,9 +173,7 @@ def test_a_model_that_is_larger_than_the_budget(models: Path) -> None:
         open_host(Settings(models_dir=models, data_dir=models.parent / "data", memory_budget=1000), "llama", keep=False)
 
 
-def test_what_is_too_large_alone_is_loaded_where_no_budget_was_given(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_too_large_alone_is_loaded_without_a_set_budget(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 40 << 20)
     with hosting(models) as host:
         assert host.budget == 40 << 20
@@ -186,7 +184,7 @@ def test_what_is_too_large_alone_is_loaded_where_no_budget_was_given(
 
 
 def test_what_a_library_takes_is_no_models(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came with a model and stays when it goes does not keep it from coming again."""
+    """Memory that came with a model and stays after its unload does not keep the model from loading again."""
     with hosting(models, memory_budget=40 << 20) as host:
         library, own = 100 << 20, 10 << 20
         monkeypatch.setattr(
@@ -211,7 +209,7 @@ def test_a_model_is_reckoned_with_what_its_going_gave_back(models: Path, monkeyp
 
 
 def test_one_waits_for_the_memory_that_another_answers_with(models: Path) -> None:
-    """And who comes to that other one then waits in turn: nobody starves."""
+    """A request that comes for the other model meanwhile waits its turn, so that none starves."""
     with hosting(models, memory_budget=40 << 20) as host:
         first = lent(host, LLAMA)
         asked = Asked(first.engine, user("On and on"), sampling=ENDLESS, max_tokens=200)
@@ -284,7 +282,7 @@ def test_a_budget_that_nobody_said_bounds_no_answers(models: Path, monkeypatch: 
         lease.release()
 
 
-def test_a_model_waits_for_the_memory_of_answers_beside_the_first(models: Path) -> None:
+def test_a_model_waits_for_the_memory_of_additional_answers(models: Path) -> None:
     with hosting(models) as host:
         each = lane(host)
     with hosting(models, memory_budget=(64 << 20) + each) as host:
@@ -307,7 +305,7 @@ def test_a_model_waits_for_the_memory_of_answers_beside_the_first(models: Path) 
 
 
 def test_a_shutdown_while_a_model_is_loaded(models: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Who waits is told, the load comes to its end, and nothing fails over it."""
+    """Waiting requests get an error, the load comes to its end, and nothing fails over it."""
     began, going_on = threading.Event(), threading.Event()
     with hosting(models) as host:
         load = host._loader._open
@@ -386,7 +384,7 @@ def test_a_load_that_fails_is_told_and_not_tried_in_a_loop(
         assert state(host, GRANITE)["problem"] is None
 
 
-def test_a_folder_that_is_replaced_is_finished_with_and_loaded_anew(models: Path, artifacts: TinyArtifacts) -> None:
+def test_a_replaced_folder_is_loaded_anew_after_its_last_lease(models: Path, artifacts: TinyArtifacts) -> None:
     with hosting(models) as host:
         old = lent(host, "granite")
         before = old.model.manifest.build
@@ -452,7 +450,7 @@ def test_rows_tell_how_far_requests_are(models: Path) -> None:
             one.generation.cancel()
             one.answer()
         assert not host.live().running
-        assert host.metrics.snapshot()["requests"]["cancelled"] == 2  # before those who asked hear of it
+        assert host.metrics.snapshot()["requests"]["cancelled"] == 2  # before the clients hear of it
         assert host.metrics.snapshot()["state"] == "idle"
         lease.release()
 
@@ -477,7 +475,7 @@ def test_too_many_wait_for_a_model(models: Path) -> None:
             future.result(60).release()
 
 
-def test_room_is_made_of_the_idle_first_and_of_no_more_than_it_takes() -> None:
+def test_room_is_made_of_idle_models_first_and_only_as_needed() -> None:
     nowhere = Model("m@litert", Installed("m", Path("m"), None), None)
 
     def sized(size: int, used: float, leases: int = 0, pinned: bool = False) -> Hosted:
@@ -501,7 +499,7 @@ def test_room_is_made_of_the_idle_first_and_of_no_more_than_it_takes() -> None:
 
 
 def test_programs_take_turns() -> None:
-    """Who asks again at once comes after those who wait."""
+    """A thread that asks again at once comes after the waiting ones."""
     turns, order, ready = Turns(), list[str](), threading.Barrier(3)
 
     def work(name: str) -> None:

@@ -1,4 +1,4 @@
-"""How many decode at once, and who is in a step: by memory, and by what a step costs."""
+"""The number of choices that decode at once, and the choices of a step: by memory, and by the cost of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_limit_of_this_process_counts(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_clients_take_turns_at_reading() -> None:
-    """Also where nobody decodes: who has one short prompt does not wait for eight long ones."""
+    """Also where no choice decodes: a client with one short prompt does not wait for eight long ones."""
     long, short = ([reading(client)] * n for client, n in (("a", 8), ("b", 1)))
     shares = Shares(8)
     read = []
@@ -133,14 +133,14 @@ def test_a_prompt_that_ends_takes_a_place_of_the_step() -> None:
     assert len(shares.choices(answers(a=3, b=1, c=1, d=1), beside=1)) == 6  # five cost what eight do, and none is left
 
 
-def test_each_client_has_a_token_in_each_step_whatever_that_costs() -> None:
+def test_each_client_has_a_token_in_each_step_at_any_cost() -> None:
     found = steps(Shares(8, step_cost=batched), answers(a=2, b=1, c=2, d=1, e=1), 6)
     for step in found:
         assert {choice[0] for choice in step} == set("abcde")
     assert len(found[0]) == 7  # all of them, as eight cost what five do
 
 
-def test_where_streams_take_steps_one_after_another_each_client_has_one() -> None:
+def test_where_steps_are_serial_each_client_has_one_choice() -> None:
     found = steps(Shares(8), answers(a=5, b=2), 10)
     assert all(sorted(choice[0] for choice in step) == ["a", "b"] for step in found)
     counted = Counter(choice for step in found for choice in step)

@@ -1,4 +1,4 @@
-"""What is counted comes out right: the Prometheus text through its own parser, the JSON, and from many threads."""
+"""Counters come out right: the Prometheus text through its own parser, the JSON, and from many threads."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_snapshot_is_json_in_milliseconds() -> None:
     assert full["queue"] == {"waiting": 0, "running": 0}
 
 
-def test_a_token_counts_when_it_comes_and_a_cancelled_answer_counts() -> None:
+def test_tokens_count_when_they_come_and_cancelled_answers_count() -> None:
     metrics = Metrics()
     model = metrics.of("m@litert")
     model.first_token(ttft_ms=8.0, prompt_tokens=10, cached_tokens=0, prefill_ms=5.0, restore_ms=0.0)

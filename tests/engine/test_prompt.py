@@ -110,7 +110,7 @@ def test_a_session_deleted_while_a_request_is_planned(
 def test_a_plan_reads_once_and_counts_no_sizes(served: tuple[Engine, Store]) -> None:
     engine, store = served
     session, messages = begun(engine)
-    with store.writing() as connection:  # as after a fork: the sizes are counted when nobody waits
+    with store.writing() as connection:  # as after a fork: the sizes are counted when the daemon is idle
         connection.execute(update(session_table).values(own_nbytes=None, shared_nbytes=None))
     begins: list[object] = []
     statements: list[str] = []
@@ -131,7 +131,7 @@ def test_a_plan_reads_once_and_counts_no_sizes(served: tuple[Engine, Store]) -> 
     assert [s for s in statements if "turn_checkpoint" in s], "which is how sizes are counted"
 
 
-def test_turns_that_cannot_be_read_do_not_keep_a_request_from_its_answer(served: tuple[OwnEngine, Store]) -> None:
+def test_unreadable_turns_do_not_keep_a_request_from_its_answer(served: tuple[OwnEngine, Store]) -> None:
     engine, store = served
     session, messages = begun(engine)
     (turn,) = store.turns(session)

@@ -202,7 +202,7 @@ def test_siblings_are_rerendered_each(loaded: tuple[Artifact, Program], tmp_path
 
 
 def test_a_turn_that_was_continued_is_not_rewritten(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
-    """What continues a turn is stored as an addition to it."""
+    """A continuation of the turn is stored as an addition to it."""
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
         cut = cut_answer(engine, endless(loaded))
         session = str(cut.usage.session)

@@ -151,7 +151,7 @@ def test_same_seed_and_index_same_tokens_and_other_index_others() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_logprobs_are_those_of_the_biased_logits_before_temperature(temperature: float) -> None:
+def test_logprobs_are_of_the_biased_logits_before_temperature(temperature: float) -> None:
     logits = SHAPES["peaked"]
     biased = logits.astype(np.float64)
     biased[9] += 5.0
@@ -194,7 +194,7 @@ def test_logits_that_no_token_can_come_from(fields: dict[str, Any], place: slice
         Sampler(SamplingParams(**fields)).sample(logits)
 
 
-def test_a_bias_outside_the_vocabulary_and_wrong_arrays_are_refused() -> None:
+def test_a_bias_outside_the_vocabulary_or_wrong_array_is_refused() -> None:
     with pytest.raises(ValueError, match="token 10; the vocabulary has 10"):
         Sampler(SamplingParams(logit_bias={10: 1.0})).sample(np.zeros(10, np.float32))
     wrong: list[Any] = [np.zeros((1, 4), np.float32), np.zeros(0, np.float32), np.zeros(4, np.float64)]
@@ -241,7 +241,7 @@ def test_nonsense_is_refused_by_field(field: str, value: Any) -> None:
 
 
 def masked(logits: Floats, allowed: NDArray[np.bool_]) -> Floats:
-    """What a mask is to the sampler."""
+    """Return a mask as the sampler takes it: 0 where allowed, else minus infinity."""
     return np.where(allowed, np.float32(0), np.float32(-np.inf)).astype(np.float32)
 
 

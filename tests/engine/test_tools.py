@@ -202,7 +202,7 @@ def test_results_continue_the_turn_that_made_the_calls(
 
 
 def test_what_comes_after_calls_is_their_results(loaded: tuple[Artifact, Program], tmp_path: Path) -> None:
-    """What every request begins with that goes on from a turn: the user's message would drop its reasoning."""
+    """The rendered end is a prefix of each request that goes on; a user message would drop the reasoning."""
     made = Message("assistant", "<think>\nHm.\n</think>\n\nI look.", tool_calls=(ToolCall("a", "weather", "{}"),))
     with engine_with(SOURCES["qwen3"], loaded, tmp_path) as (engine, _):
         text = engine._planner._renderer.end((*TALK[:2], made), NOW, WEATHER)
@@ -212,7 +212,7 @@ def test_what_comes_after_calls_is_their_results(loaded: tuple[Artifact, Program
         assert whole.startswith(text)
 
 
-def test_a_template_that_takes_neither_system_prompt_nor_two_messages_of_a_user(
+def test_tools_fit_an_alternating_template_without_system_prompt(
     loaded: tuple[Artifact, Program], tmp_path: Path
 ) -> None:
     made = Message("assistant", "", tool_calls=(ToolCall("a", "weather", "{}"), ToolCall("b", "weather", "{}")))

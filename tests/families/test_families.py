@@ -406,7 +406,7 @@ def test_a_config_that_makes_no_model_is_refused_by_part(config: dict[str, Any],
         family.plan(family.parse(config))
 
 
-def test_a_config_that_does_not_fit_its_weights_is_refused_by_tensor(tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_its_weights_names_the_tensor(tmp_path: Path) -> None:
     folder = tiny.write_source(tmp_path, "granite")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "mamba_d_state": 16}))

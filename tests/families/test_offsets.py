@@ -30,13 +30,13 @@ _KIND = GGMLQuantizationType.Q4_1
 
 
 def as_q4_1(rows: Array) -> Array:
-    """What llama.cpp makes of rows in blocks of 4 bits with a scale and an offset."""
+    """Quantize rows as llama.cpp does, in blocks of 4 bits with a scale and an offset, and dequantize them."""
     found: Array = quants.dequantize(quants.quantize(rows, _KIND), _KIND)
     return found
 
 
 def whole(rows: Array) -> Array:
-    """What levels and offsets are together."""
+    """Return the sum of levels and offsets."""
     levels, offsets = divided(rows)
     return levels + np.repeat(offsets, BLOCK, -1)
 

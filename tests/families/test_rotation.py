@@ -90,7 +90,7 @@ def test_a_part_that_is_left_out_is_seen(dropped: str, tmp_path: Path) -> None:
 
 
 def test_outliers_are_spread(tmp_path: Path) -> None:
-    """What the int8 of a token loses: its largest value against its size."""
+    """The ratio of a token's largest value to its size decides how much its int8 loses."""
     _, plain, _ = modules("llama", tmp_path)
     wild = plain.embedding.data.clone()  # one channel of the residual stream is a hundred times the others
     wild[:, 5] *= 100

@@ -263,7 +263,7 @@ def test_one_that_stays_broken_is_resumed_by_the_next_command(hub: Mirror, sourc
     assert (partial(tmp_path) / WEIGHTS).stat().st_size == 400_000
     assert "is not here and --offline, SSMD_OFFLINE or HF_HUB_OFFLINE" in refused(
         tmp_path, hub, HF_HUB_OFFLINE="1"
-    )  # nobody takes it for whole
+    )  # it is not taken for whole
     hub.breaks.clear()
     done = pulled(tmp_path, hub)
     assert hub.asked_for(WEIGHTS)[-1].range == "bytes=400000-"
@@ -424,7 +424,7 @@ def test_the_token_goes_to_the_hub_alone(hub: Mirror, source: Path, tmp_path: Pa
 
 
 def test_a_login_is_for_its_own_hub(hub: Mirror, tmp_path: Path) -> None:
-    """What `hf auth login` keeps belongs to huggingface.co; HF_ENDPOINT names another hub."""
+    """The token of `hf auth login` belongs to huggingface.co; HF_ENDPOINT names another hub."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text(TOKEN)
     pulled(tmp_path, hub)

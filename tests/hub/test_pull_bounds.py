@@ -1,4 +1,4 @@
-"""What a hub may have `ssmd pull` take at most: of the index of shards its size, the shards that it names."""
+"""Bounds on what a hub can make `ssmd pull` read: the size of the index of shards, and the shards that it names."""
 
 from __future__ import annotations
 

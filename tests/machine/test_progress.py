@@ -1,4 +1,4 @@
-"""What is shown of long work: on a terminal a bar that goes again, in a pipe nothing of it."""
+"""Progress of long work: on a terminal a bar that goes again, in a pipe nothing of it."""
 
 from __future__ import annotations
 

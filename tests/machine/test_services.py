@@ -1,4 +1,4 @@
-"""What is written for each system's manager of services, read by that system's own tools where they are here."""
+"""Files for each system's service manager, read by that system's own tools where they are installed."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_the_task_of_windows(tmp_path: Path) -> None:
     assert root.findtext(".//t:Arguments", namespaces=names) == "-m ssmd serve"
 
 
-def test_the_variables_of_a_task_are_set_by_the_python_that_starts(tmp_path: Path) -> None:
-    """What Windows would run is run here, but for the module."""
+def test_python_sets_the_variables_of_a_task_when_it_starts(tmp_path: Path) -> None:
+    """This runs what Windows would run, except for the module."""
     task = TaskScheduler(tmp_path / "service.xml", "me")
     root = ElementTree.fromstring(task.text(DEFINITION).partition("\n")[2])
     names = {"t": "http://schemas.microsoft.com/windows/2004/02/mit/task"}

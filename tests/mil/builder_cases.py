@@ -232,7 +232,7 @@ def _flat(result: Any) -> list[Any]:
 
 
 def inferred() -> dict[str, list[Array]]:
-    """What coremltools infers of each case, in float32. Raises where it infers nothing."""
+    """Return the values that coremltools infers for each case, in float32. Raises where it infers none."""
     from coremltools.converters.mil import Builder as mb
 
     values: dict[str, list[Array]] = {}

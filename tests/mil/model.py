@@ -1,7 +1,7 @@
 """A Core ML model as coremltools' MLModel is one, evaluated with numpy: predict, make_state, read_state, write_state.
 
-It is as strict as coremltools 9.0 and Core ML are where their sources and documentation say what they do, and where
-they leave something undefined (two predictions at once on a state, an index past the end) it is an error here.
+It is as strict as the sources and documentation of coremltools 9.0 and Core ML. Behaviour that they leave undefined
+(two predictions at once on a state, an index past the end) is an error here.
 """
 
 from __future__ import annotations
@@ -101,10 +101,11 @@ class Model:
         return State(self.package, self.function.states)
 
     def predict(self, data: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
-        """The outputs by name: new arrays of float32 or int32.
+        """Return the outputs by name: new arrays of float32 or int32.
 
-        Raises KeyError for a name that is no input, and RuntimeError for an input that is missing, of another shape
-        or data type, no array or read-only, and for a state that is missing, in use, or of another package or type.
+        Raises KeyError for a name that is not an input. Raises RuntimeError for an input that is missing, read-only,
+        not an array, or of another shape or data type. Raises RuntimeError for a state that is missing, in use, or of
+        another package or type.
         """
         if type(data) is not dict:
             raise TypeError(f"the inputs are a dict, not {type(data).__name__}")

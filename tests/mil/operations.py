@@ -54,7 +54,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Definition:
-    """What an operation takes and gives. `exact`: its values are values of its operands, so nothing is rounded."""
+    """Operands and results of an operation. `exact`: its values are values of its operands, so nothing is rounded."""
 
     make: Callable[..., Run]
     tensors: tuple[Tensor, ...]

@@ -42,9 +42,9 @@ def matmul(transpose_x: Any, transpose_y: Any) -> Run:
 def _product(x: Array, y: Array) -> Array:
     """x @ y, each sum from its first term to its last: (..., M, K) @ (..., K, N) -> (..., M, N).
 
-    Matrix kernels add so, with one accumulator for each output. What numpy calls adds in an order that differs from
-    processor to processor; two cumulative sums, made as products with a triangle of ones, then no longer share the
-    rounding of the terms that they share, and their difference is as wrong as the larger one.
+    Matrix kernels add so, with one accumulator for each output. numpy's library adds in an order that differs from
+    processor to processor. Two cumulative sums, made as products with a triangle of ones, then no longer round
+    their common terms alike. Their difference is as wrong as the larger one.
     """
     if x.ndim < 2 or y.ndim < 2 or x.shape[-1] != y.shape[-2] or not x.shape[-1] or x.dtype != np.float32:
         return np.asarray(x @ y)

@@ -1,4 +1,4 @@
-"""What models of PyTorch do, converted by coremltools: torch itself says what they give.
+"""Models of PyTorch converted by coremltools, with torch's own results as the reference.
 
 A case is a function of the tensors in `OPERANDS` by name; all of them together are one traced module.
 """
@@ -152,7 +152,7 @@ def _module(chosen: dict[str, Case]) -> Any:
 
 
 def expected(chosen: dict[str, Case]) -> dict[str, Array]:
-    """What torch gives."""
+    """Return torch's results."""
     import torch
 
     with torch.no_grad():

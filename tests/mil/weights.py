@@ -1,7 +1,7 @@
 """A weight file of a Core ML package (weight.bin), typed arrays by offset: the format of MILBlob's StorageFormat.hpp.
 
     header    64 bytes: uint32 count of blobs, uint32 version 2, reserved
-    metadata  64 bytes, at a multiple of 64: uint32 sentinel, uint32 data type, uint64 size in bytes, uint64 offset of
+    metadata  64 bytes, at a multiple of 64: uint32 sentinel, uint32 data type, uint64 size in bytes; uint64 offset of
               the data, uint64 unused bits at its end (of types smaller than a byte), reserved
     data      at a multiple of 64
 

@@ -1,4 +1,4 @@
-"""What was hashed once is not hashed again, also by another process, unless somebody wrote to it."""
+"""A file is hashed once, also across processes, unless it was written to since."""
 
 from __future__ import annotations
 

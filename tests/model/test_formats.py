@@ -1,4 +1,4 @@
-"""What is no source checkpoint is refused by the name of its format before anything else, with what to take instead."""
+"""A folder that is not a source checkpoint is refused first, with the name of its format and what to take instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files: the default model's against the library of those who made the format, and files that lie."""
+"""GGUF files: the default model's against the library of the format's authors, and files that lie."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def folder(path: Path, manifest: str) -> Path:
     return path
 
 
-def test_an_artifact_is_known_wherever_it_lies_and_only_as_it_was(tmp_path: Path) -> None:
+def test_an_artifact_is_known_wherever_it_lies_if_unchanged(tmp_path: Path) -> None:
     one, other = folder(tmp_path / "one", "1"), folder(tmp_path / "other", "2")
     assert not made.is_made_here(one, tmp_path)
     for _ in range(2):

@@ -180,7 +180,7 @@ def write_bf16(file: Path, tensors: Mapping[str, Any]) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-# encodings, beside those who define them
+# encodings, against the libraries that define them
 
 
 def rows() -> np.ndarray[Any, np.dtype[np.float32]]:

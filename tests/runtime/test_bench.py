@@ -52,7 +52,7 @@ def opened(artifacts: TinyArtifacts, variant: str) -> Artifact:
 
 
 def saved_after(artifact: Artifact, position: int) -> State:
-    """What a conversation of so many tokens leaves."""
+    """Return the state after a conversation of that many tokens."""
     program = get_runtime("litert").load(artifact, threads=1)
     try:
         handle = program.new_state()
@@ -280,7 +280,7 @@ def test_the_table(home: Path, variant: str) -> None:
         assert wanted in said
     for wanted in ("p95", "x one read of the weights", "save", "restore", "bytes a token", "when loaded,", "1 threads"):
         assert wanted in said
-    assert "\x1b" not in said  # plain where nobody looks
+    assert "\x1b" not in said  # plain without a terminal
     assert done.stderr == ""
 
 

@@ -69,7 +69,7 @@ def test_memory_that_is_not_there_is_not_taken(has_room: bool, monkeypatch: pyte
     caches.grow(rows + 128, 100)
 
 
-def test_a_capacity_beyond_the_context_has_memory_of_its_own_size() -> None:
+def test_a_capacity_beyond_the_context_allocates_its_own_size() -> None:
     caches = Caches(GROUPS, 8, context=10, masked=False)
     assert caches.has_room(10)
     assert not caches.has_room(11)

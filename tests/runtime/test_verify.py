@@ -145,7 +145,7 @@ def test_tolerances_by_scheme() -> None:
         tolerance_of("q7")
 
 
-def test_piecewise_linear_functions_have_an_allowance_of_their_own() -> None:
+def test_piecewise_linear_functions_have_their_own_allowance() -> None:
     added = [tolerance_of("f32", segments) - tolerance_of("f32") for segments in (8, 16, 32, 64)]
     assert added == pytest.approx([0.5, 0.156, 0.039, 0.0098], rel=0.01)
     assert tolerance_of("int8", 64) - tolerance_of("int8") == pytest.approx(added[3])

@@ -41,7 +41,7 @@ def start(folder: Path, name: str, *, seed: int = 0, commits: int = 0) -> subpro
 
 
 class Ledger:
-    """What a writer said: the turns of each session that were surely written, and the step that may or may not be."""
+    """A writer's log: the turns of each session that were surely written, and the step that may or may not be."""
 
     def __init__(self) -> None:
         self.turns: dict[str, list[str]] = {}
@@ -81,7 +81,7 @@ def fed(line: Line, row: Any) -> Ids:
 
 
 def fed_ahead(lines: dict[str, Line], row: Any) -> Ids:
-    """Those of a checkpoint without a turn: some prompt of the writer's after some turn, or after none."""
+    """Return the ids of a checkpoint without a turn: some prompt of the writer's after some turn, or after none."""
     for whole in (NOTHING, *lines.values()):
         line = whole.cut(len(whole))
         for n in range(1, MOST_COMMITS):

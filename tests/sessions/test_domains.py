@@ -31,7 +31,7 @@ SYSTEM = "Be brief."
 
 
 def talk(store: Store, session: str, owner: str) -> Chat:
-    """Two turns that are the same words, and the same ids, whoever says them."""
+    """Write two turns with the same words and the same ids for each owner."""
     chat = Chat(store, session, owner=owner)
     chat.say(f"{session}1", None, "hi", "hello", system=SYSTEM)
     chat.say(f"{session}2", f"{session}1", "more", "sure")

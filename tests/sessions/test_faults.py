@@ -251,7 +251,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_link_in_the_place_of_the_file(tmp_path: Path) -> None:
-    """What lies in the directory must not decide where conversations are written."""
+    """A file in the directory must not decide where conversations are written."""
     target = tmp_path / "elsewhere"
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / FILE).symlink_to(target)
@@ -282,7 +282,7 @@ def test_a_database_of_another_program(tmp_path: Path) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """What is a part of a circle stays, as it may for seconds in a daemon."""
+    """Keep objects of reference cycles alive, as they may stay for seconds in a daemon."""
     gc.disable()
     try:
         yield
@@ -291,7 +291,7 @@ def uncollected() -> Iterator[None]:
 
 
 def test_a_result_left_half_read(tmp_path: Path) -> None:
-    """Whoever has the connection next does not read the moment in which that result began."""
+    """The connection's next user does not read the moment in which that result began."""
     store = new_store(tmp_path / "data")
     chat = Chat(store, "s")
     chat.say("t1", None, "hi", "hello")
@@ -430,7 +430,7 @@ class TestAltered:
         assert_same(chat.store.load(number, HYBRID), state_of(HYBRID, ids))
 
     def test_what_comes_later_is_seen(self, chat: Chat) -> None:
-        """A connection that met damage goes back to the pool, and whoever reads next reads today's turns."""
+        """A connection that met damage goes back to the pool, and its next reader reads today's turns."""
         first, last = "SELECT min(id) FROM segment", "SELECT max(checkpoint) FROM piece"
         with uncollected():
             caught = self.broken(chat, f"UPDATE segment SET data = zeroblob(length(data)) WHERE id = ({first})")

@@ -62,7 +62,7 @@ def ids_of(store: Store, session: str) -> list[str]:
 
 
 def resumes(chat: Chat, turn: str) -> bool:
-    """Whether the turn's own checkpoint is found for what continues it, and is the state of its ids."""
+    """Report if the turn's own checkpoint is found for a continuation, and is the state of its ids."""
     ids = chat.turns[turn].ids
     found = find(chat.store, chat.scope, [*ids.own.tolist(), 1], chat.info.id)
     if found is None or found.position != len(ids) - 1:
@@ -164,7 +164,7 @@ def test_the_fork_is_removed(store: Store, chat: Chat) -> None:
     assert ids_of(store, "s") == ["t1", "t2", "t3", "t2b"]
 
 
-def test_a_fork_without_turns_is_removed_without_a_look_at_the_others(store: Store, chat: Chat) -> None:
+def test_removing_a_fork_without_turns_does_not_visit_the_others(store: Store, chat: Chat) -> None:
     forks = [store.fork(chat.info.id).info.id for _ in range(50)]
     said: list[str] = []
     event.listen(store._engine, "before_cursor_execute", lambda *args: said.append(args[2]))
@@ -218,7 +218,7 @@ def test_imported_states_serve_the_fork_too(store: Store, chat: Chat, tmp_path: 
     other.close()
 
 
-def test_a_later_import_of_the_same_id_serves_no_fork_of_the_first(store: Store, chat: Chat, tmp_path: Path) -> None:
+def test_a_later_import_of_an_id_serves_no_fork_of_the_first(store: Store, chat: Chat, tmp_path: Path) -> None:
     export_session(store, "s", tmp_path / "text.ssmd", states="none")
     export_session(store, "s", tmp_path / "forged.ssmd")
     other = new_store(tmp_path / "other")

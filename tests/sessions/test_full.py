@@ -109,7 +109,7 @@ def test_words_are_kept_and_removing_gives_room(disk: Path, low: int, monkeypatc
 
 
 def test_words_leave_what_removing_needs(disk: Path) -> None:
-    """Who talks on until not even words are kept can still remove what is there."""
+    """Once even words no longer fit, sessions can still be removed."""
     data = disk / "data"
     store = new_store(data)
     store.room.reserve()

@@ -1,4 +1,4 @@
-"""What was said as items: calls and results are kept whole, and what has none is written as it always was."""
+"""Turns as items: calls and results are kept whole, and a turn without them is written as it always was."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def put(chat: Chat, turn: NewTurn) -> None:
 # Written as they were
 
 
-def test_what_has_no_calls_is_written_as_it_was_and_found_as_it_was(store: Store) -> None:
+def test_turns_without_calls_are_written_and_found_as_before(store: Store) -> None:
     """By the version before: rows, checksums and chains, byte for byte."""
     chat = Chat(store, "ses_plain", RECURRENT)
     first, checkpoints = chat.make("p1", None, PLAIN[:-1], PLAIN[-1].content)
@@ -224,7 +224,7 @@ def renamed(messages: tuple[Message, ...], ids: str) -> list[Message]:
     return said
 
 
-def test_an_echo_is_found_whatever_its_calls_are_named_and_however_written(chat: Chat) -> None:
+def test_an_echo_is_found_despite_other_call_ids_and_other_json(chat: Chat) -> None:
     store = chat.store
     path = tuple(m for t in store.path("t3") for m in t.conversation)
     echo = renamed(path, "own_")

@@ -89,7 +89,7 @@ def test_each_turn_is_stored_as_what_it_adds(kept: Store, turns: int) -> None:
 
 
 def test_it_moves_whole(kept: Store, turns: int, tmp_path: Path) -> None:
-    """What is written can be read."""
+    """An exported file can be imported."""
     file = tmp_path / "long.ssmd"
     done = export_session(kept, "long", file)
     assert (done.turns, done.checkpoints, done.left_out) == (turns, 1, 0)

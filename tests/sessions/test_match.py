@@ -1,4 +1,4 @@
-"""Who continues what: the decision itself, and that the store looks up the same one."""
+"""The match of a request: the decision itself, and that the store looks up the same one."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_decision(
 
 
 def _write(store: Store, there: Sequence[Conversation]) -> list[Conversation]:
-    """These conversations, with times and heads as they say, and those that they go on from; which that makes."""
+    """Write these conversations, with their times and heads, and those they go on from. Returns all of them."""
     made = list(there)
     chats: dict[str, Chat] = {}
     written: dict[tuple[str, tuple[Message, ...]], str] = {}
@@ -165,7 +165,7 @@ said_ = st.lists(messages_, max_size=4).map(lambda messages: [*messages, answer(
 @settings(max_examples=300)
 @given(said_, said_)
 def test_a_chain_tells_echoes_from_others(a: list[Message], b: list[Message]) -> None:
-    """What was said is hashed alike for all that may be echoes; the whole alike for those that leave nothing out."""
+    """Possible echoes have one hash of what was said; those that leave nothing out have one hash of the whole."""
     one, other = Chain().then(a), Chain().then(b)
     alike = len(a) == len(b) and all(x.same_as(y) for x, y in zip(a, b, strict=True))
     assert alike <= (one.said == other.said)
@@ -182,7 +182,7 @@ def test_a_chain_tells_echoes_from_others(a: list[Message], b: list[Message]) ->
 
 
 @given(st.lists(messages_, max_size=6))
-def test_an_echo_has_the_chains_of_the_answers_but_the_last_message(messages: list[Message]) -> None:
+def test_an_echo_has_chains_of_answers_except_the_last_message(messages: list[Message]) -> None:
     ends = [i + 1 for i, m in enumerate(messages[:-1]) if m.role == "assistant"]
     echo = Echo.of(messages)
     assert list(echo.lengths) == ends

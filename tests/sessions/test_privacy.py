@@ -1,4 +1,4 @@
-"""What must not be kept is in no file, what was removed is gone from all of them, and nobody else may read the rest."""
+"""Data not to be kept is in no file, removed data is gone from all files, and no other user may read the rest."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_removed_by_the_command(artifact: Path, tmp_path: Path) -> None:
     with daemon(artifact, tmp_path / "data") as one:
         _, session = chat(one.served, one.model, ("user", SECRET))
         assert session is not None
-        quiet(one)  # who reads meanwhile puts the erasing off
+        quiet(one)  # a concurrent reader puts the erasing off
         done = commands.ssmd("session", "rm", session, env=environment(tmp_path))
         assert done.returncode == 0, done.stderr
         assert traces(tmp_path, SECRET) == []
@@ -148,7 +148,7 @@ def test_removed_by_the_command(artifact: Path, tmp_path: Path) -> None:
 def test_the_daemon_erases_what_a_removal_left_undone(
     artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody asks it for anything any more."""
+    """The daemon gets no more requests."""
     monkeypatch.setattr("ssmd.engine.persist.writer.LOOK_S", 1.0)
     with daemon(artifact, tmp_path / "data") as one:
         _, session = chat(one.served, one.model, ("user", SECRET))
@@ -165,7 +165,7 @@ def test_the_daemon_erases_what_a_removal_left_undone(
 
 
 def test_a_reader_in_the_way_only_puts_it_off(tmp_path: Path) -> None:
-    """While another reads, the log cannot be emptied; what is owed is written in the file, for whoever comes next."""
+    """While another process reads, the log cannot be emptied. The file notes what is owed for its next user."""
     store = Store.open(tmp_path / "data", busy_ms=50)
     chat = Chat(store, "ses_1")
     chat.say("t1", None, SECRET, "yes")

@@ -448,7 +448,7 @@ class TestCommit:
         assert [t.id for t in store.turns("s")] == ["t0"]
 
     def test_a_clock_that_was_far_ahead(self, store: Store) -> None:
-        """What is used after it is used last, until that day comes and after it: in lists, and in what goes first."""
+        """A session used later counts as used last, before that day and after it: in lists, and in removals."""
         chats = {name: Chat(store, name) for name in ("a", "b", "c")}
         for day, name, order in (
             (0, "a", "a"),
@@ -571,7 +571,7 @@ class TestDtypes:
 
 
 class TestImported:
-    """A state that came from elsewhere may be forged: it serves its own session and nobody else."""
+    """A state from elsewhere may be forged: it serves only its own session."""
 
     def test_it_serves_only_its_session(self, store: Store) -> None:
         chat = Chat(store, "s").imported_as("s")

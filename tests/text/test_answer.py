@@ -146,4 +146,4 @@ def test_a_million_characters_and_two_thousand_calls() -> None:
     assert read(LFM2, ["<|tool_call_start|>", many]).calls == [("f", '{"a": 1}', True)] * 2000
     deep = "[" * 100_000 + "]" * 100_000
     found = read(LLAMA_3, ['{"name": "f", "parameters": {"a": ' + deep + "}}"])
-    assert found.calls == [("f", f'{{"a": {deep}}}', False)]  # nobody could read that
+    assert found.calls == [("f", f'{{"a": {deep}}}', False)]  # too deep to be parsed

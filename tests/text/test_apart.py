@@ -44,7 +44,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(template: ChatTemplate | Any, what: str, *given: Any, **named: Any) -> Any:
-    """What a template gives, or the words of its refusal."""
+    """Return a template's result, or the words of its refusal."""
     try:
         return getattr(template, what)(*given, now=NOW, **named)
     except TemplateError as err:
@@ -209,7 +209,7 @@ def test_jobs_take_turns(plain: Texts) -> None:
     assert sorted(waits)[len(waits) // 2] < (time.monotonic() - started) / 5
 
 
-def test_it_ends_with_the_thread_that_uses_it_and_can_be_ended_at_any_time(vocabulary: Path) -> None:
+def test_the_child_ends_with_its_thread_and_can_be_ended_anytime(vocabulary: Path) -> None:
     texts = open_texts(vocabulary, (), "{{ messages[0].content }}", SPECIAL)
     number = child_of(texts).process_id
     assert number is not None

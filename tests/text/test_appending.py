@@ -175,7 +175,7 @@ def turns(*said: str) -> list[Message]:
 @given(said=messages, chain=chains)
 @example(said=turns("a", " "), chain=[turns(" ", " "), turns(" ")[1:], turns("stop", "x")])
 @example(said=turns("a", "b", "c")[1:], chain=[turns("", "")[1:], turns("", "", "")[1:]])
-def test_settled_text_and_what_is_rendered_after_it_are_the_whole(
+def test_settled_text_and_the_text_rendered_after_it_are_whole(
     name: str, said: list[Message], chain: list[list[Message]]
 ) -> None:
     grows(GROWING[name], said, chain)
@@ -215,7 +215,7 @@ def test_a_message_that_looks_at_the_next_is_settled_with_it() -> None:
         "{% for m in messages[3:] %}{{ m.content }}{% endfor %}",
     ],
 )
-def test_what_wants_messages_that_are_not_there_is_rendered_whole(source: str) -> None:
+def test_a_template_that_needs_absent_messages_is_rendered_whole(source: str) -> None:
     said = turns("a", "b", "c", "d")[1:]
     assert template(source).render_settled([*said, *said], now=NOW).settled is not None
     assert template(source).render_after(said[0], 1, said[1:], now=NOW) is None
@@ -235,7 +235,7 @@ def test_a_conversation_of_one_message_has_nothing_settled() -> None:
 
 
 def test_what_nests_too_deep_to_be_led_is_rendered_whole() -> None:
-    """It compiled as it is, and with what leads it, deeper in the stack, it does not: that is nobody's error."""
+    """It compiles as it is. With the code around it, deeper in the stack, it does not: that is not an error."""
 
     def deeper(frames: int) -> Rendered:
         return deeper(frames - 1) if frames else one.render_settled(said, now=NOW)

@@ -1,4 +1,4 @@
-"""Templates that nobody wrote: whatever they ask for, a text is claimed to stay only if it does."""
+"""Generated templates: whatever they ask for, a text is claimed to stay only if it does."""
 
 from __future__ import annotations
 

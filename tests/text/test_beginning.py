@@ -1,4 +1,4 @@
-"""What a tokenizer puts before every text, and how a raw prompt is read and gone on from."""
+"""Tokens that a tokenizer puts before every text, and how a raw prompt is read and continued."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_stands_before_every_text(processor: processors.PostProcessor | Non
 
 
 def library_ids(processor: processors.PostProcessor) -> list[int]:
-    """What the library itself makes of a text."""
+    """Return the library's own ids of a text."""
     one = byte_level()
     one.post_processor = processor
     ids: list[int] = one.encode("x").ids

@@ -225,7 +225,7 @@ def test_a_call_that_breaks_stays_one_as_far_as_it_came(format_: Format, text: s
 
 @pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f.name)
 def test_markers_that_are_control_tokens_count_as_tokens_alone(format_: Format) -> None:
-    """Who has the model repeat their text calls nothing."""
+    """A client that makes the model repeat their text makes no call."""
     call = (
         '[{"name": "f", "arguments": {"a": 1}}]' if format_ is not LLAMA_3 else '{"name": "f", "parameters": {"a": 1}}'
     )

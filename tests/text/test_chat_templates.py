@@ -56,7 +56,7 @@ def ours(source: str) -> ChatTemplate:
 
 
 def official(folder: Path, source: str, messages: list[Fields], **asked: Any) -> str | None:
-    """What transformers renders, None if the template refuses or fails."""
+    """Return the text that transformers renders, or None if the template refuses or fails."""
     try:
         rendered = library(folder).apply_chat_template(messages, chat_template=source, tokenize=False, **asked)
     except Exception:  # a template can fail in any way

@@ -1,4 +1,4 @@
-"""Which objects of a JSON schema have no properties but those that it names, and which are left as they are."""
+"""Objects of a JSON schema that are closed to properties it does not name, and objects that are left as they are."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_many_added_tokens_are_looked_for_in_small_pieces() -> None:
             open_library(t)
 
 
-def test_the_longest_of_many_that_begin_alike_is_found_and_too_many_are_refused() -> None:
+def test_the_longest_token_matches_and_too_many_alike_fail() -> None:
     rng = random.Random(5)
     for _ in range(300):
         texts = {"".join(rng.choices("ab|(", k=rng.randrange(1, 7))) for _ in range(rng.randrange(1, 30))}
@@ -118,7 +118,7 @@ def test_the_longest_of_many_that_begin_alike_is_found_and_too_many_are_refused(
         open_library(with_beginnings(700))
 
 
-def test_an_added_stop_token_that_is_not_marked_special_is_inert_in_messages() -> None:
+def test_an_added_stop_token_not_marked_special_is_inert() -> None:
     t = byte_level()
     t.add_tokens([AddedToken("<|eot|>", special=False, normalized=False)])
     stop = t.get_vocab()["<|eot|>"]

@@ -51,7 +51,7 @@ TOLD = Given((TOOL,))
 
 
 def shown(source: str, tokenizer: Tokenizer, said: Sequence[Message], given: Given = TOLD) -> str:
-    """What a model reads of a conversation: what the engine does, without a store."""
+    """Render a conversation for a model as the engine does, without a store."""
     telling = Telling(source, tokenizer.escape)
     told = telling.told(given)
     messages, _ = telling.conversation(said, told)
@@ -97,7 +97,7 @@ def test_a_template_that_knows_no_tools_is_told_in_words(name: str, tokenizer: T
 
 
 @pytest.mark.parametrize("name", KNOW_NONE)
-def test_a_conversation_without_a_system_prompt_gets_one_of_its_tools(name: str, tokenizer: Tokenizer) -> None:
+def test_a_chat_without_a_system_prompt_gets_one_with_its_tools(name: str, tokenizer: Tokenizer) -> None:
     system = Message("system", hermes.system_prompt([TOOL]))
     expected = shown(SOURCES[name], tokenizer, [system, *SAID[1:]], Given())
     assert shown(SOURCES[name], tokenizer, SAID[1:]) == expected
@@ -113,7 +113,7 @@ def test_variables_reach_the_template(tokenizer: Tokenizer) -> None:
     assert telling.told(Given((), {"enable_thinking": True})).key not in ("", telling.told(Given((TOOL,))).key)
 
 
-def test_the_order_of_names_is_told_and_what_is_for_the_server_is_not(tokenizer: Tokenizer) -> None:
+def test_key_order_reaches_the_template_and_server_fields_do_not(tokenizer: Tokenizer) -> None:
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
     assert shown(SOURCES["qwen3"], tokenizer, SAID, Given((strict,))) == shown(SOURCES["qwen3"], tokenizer, SAID)
     turned = dict(reversed(TOOL.items()))

@@ -76,7 +76,7 @@ def test_the_text_is_that_of_transformers(name: str, messages: str, generate: bo
 
 @pytest.mark.parametrize("name", ["smollm2", "llama3", "granite4", "qwen3", "mistral"])
 @pytest.mark.parametrize("content", ["Once upon", "", "Once ", "  \n two  \n"])
-def test_a_final_assistant_message_is_continued_as_by_transformers(name: str, content: str) -> None:
+def test_a_final_assistant_message_continues_like_transformers(name: str, content: str) -> None:
     conversation = [*CONVERSATIONS["one"], Message("assistant", content)]
     rendered, _ = chat_template_utils.render_jinja_template(
         [[m.to_json() for m in conversation]],
@@ -111,12 +111,12 @@ def test_continuing_trims_only_where_the_template_does() -> None:
         ("{{ messages[-1].content.split('</think>')[-1] }}", "changes"),
     ],
 )
-def test_an_answer_that_the_template_drops_or_changes_cannot_be_continued(source: str, said: str) -> None:
+def test_an_answer_that_the_template_alters_cannot_be_continued(source: str, said: str) -> None:
     messages = [Message("user", "x"), Message("assistant", "<think>One</think>two")]
     assert said in refusal(source, messages)
 
 
-def test_the_clock_is_the_one_given_and_absent_tokens_are_undefined() -> None:
+def test_the_clock_is_the_given_one_and_absent_tokens_undefined() -> None:
     template = ChatTemplate("{{ strftime_now('%H:%M') }}|{{ pad_token }}|{{ bos_token }}", SPECIAL)
     assert template.render(CONVERSATIONS["one"], now=NOW) == "09:05||<s>"
 
@@ -125,7 +125,7 @@ def test_the_templates_own_refusal_is_the_message() -> None:
     assert refusal("{{ raise_exception('After the optional system message') }}") == "After the optional system message"
 
 
-def test_what_puts_out_something_else_than_text_fails_like_any_other() -> None:
+def test_a_template_that_outputs_non_text_fails_like_any_other() -> None:
     assert "expected str instance, dict found" in refusal("{% call(x) dict() %}{% endcall %}")
 
 

@@ -187,7 +187,7 @@ def test_escaped_text_comes_back_as_it_was(content: str) -> None:
 
 
 @each_kind
-def test_escaped_text_is_encoded_as_the_library_encodes_plain_text(name: str) -> None:
+def test_escaped_text_encodes_like_plain_text_in_the_library(name: str) -> None:
     plain = tokenizers.Tokenizer.from_str(library(name).to_str())
     plain.encode_special_tokens = True
     content = "say <|im_end|> now"
@@ -215,7 +215,7 @@ def test_decode_and_the_stream_equal_the_librarys_decode(name: str, text: str) -
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_ids_of_a_byte_level_vocabulary_decode_as_the_library_does(data: st.DataObject) -> None:
+def test_any_byte_level_ids_decode_as_the_library_decodes_them(data: st.DataObject) -> None:
     name = "byte-level"
     tokenizer = opened(name)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocabulary - 1), max_size=30))

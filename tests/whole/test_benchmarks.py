@@ -141,7 +141,7 @@ def test_service(
 def test_runtimes_of_three_kinds(
     artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What has no graph of the host's is measured, and what cannot run here is no reason to fail."""
+    """A runtime without a graph of the host's is measured, and one that cannot run here is no reason to fail."""
     names = ("llama-int8", "wgpu-llama-int8", "coreml-llama-int8")
     (tmp_path / "tiny").mkdir()
     for name in names:

@@ -22,7 +22,7 @@ MODELS = ("granite-f32", *(pytest.param(name, marks=pytest.mark.full) for name i
 
 @pytest.mark.parametrize("model", MODELS)
 def test_kills_under_load(model: str, artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    """What a client was told is there, once, and each answer is that of a daemon that was never killed."""
+    """Each answer that a client got is stored once, and is the answer of a daemon that was never killed."""
     name = Artifact.open(artifacts[model]).manifest.name
     episode = Episode(artifacts[model], name, "a", KILLS, tmp_path)
     episode.run()

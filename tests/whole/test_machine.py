@@ -1,7 +1,7 @@
 """Any course of events: turns, regenerations, edits, choices, forks, removals, moves, restarts, kills, against a model.
 
-Whatever happened, the conversations are those that were had, a request belongs where its history is, what usage calls
-cached was not fed, and each checkpoint holds bit for bit what the calls that made it give when repeated from nothing.
+After any of them the conversations are complete, and each request continues the session of its history. Tokens that
+usage reports as cached were not fed. Each checkpoint equals bit for bit the state of its calls repeated from nothing.
 Half of the runs have a template that drops reasoning. SSMD_STEPS sets how many steps are taken, SSMD_SEED which ones.
 """
 
@@ -296,7 +296,7 @@ class Sessions(RuleBasedStateMachine):
             os._exit(1)
 
     def heard(self, said: Path) -> dict[str, dict[str, Talk]] | None:
-        """What the killed process made, and, had it come to its end, the sessions then."""
+        """Read the killed process's records. Returns the sessions if it came to its end, else None."""
         done = None
         with said.open("rb") as file:
             while True:
@@ -353,7 +353,7 @@ class Sessions(RuleBasedStateMachine):
         self.look()
 
     def quiet(self) -> None:
-        """Let the engine finish what nobody waits for, so that the same events always find the same store."""
+        """Wait for the engine's background work, so that the same events always find the same store."""
         persistence = self.engine._persistence
         assert isinstance(persistence, Persistence)
         rerenderer = persistence._rerenderer
@@ -442,7 +442,7 @@ class Sessions(RuleBasedStateMachine):
             assert self.store.bytes_stored() <= self.quota
 
     def sound(self) -> None:
-        """What `ssmd session check` finds, and that sizes that were added up are those that are counted."""
+        """Assert that `ssmd session check` finds nothing, and that the running totals of sizes are the counted ones."""
         with self.store.reading() as connection:
             assert not examine(connection).damages
             s = session_table.c

@@ -1,4 +1,4 @@
-"""Sessions that move between daemons: to another build, to another model, and from somebody who lies."""
+"""Sessions that move between daemons: to another build, to another model, and from a hostile sender."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_session_that_two_models_answer(artifacts: TinyArtifacts, tmp_path: Pa
     assert logprobs(third) == logprobs(control)
 
 
-# What follows comes from somebody who lies.
+# The rest are forged files from a hostile sender.
 
 
 def forged(data: bytes, change: Callable[[Parts], None] = lambda parts: None) -> bytes:
@@ -208,7 +208,7 @@ def forged(data: bytes, change: Callable[[Parts], None] = lambda parts: None) ->
 
 
 def strangers(one: Daemon) -> list[list[float]]:
-    """What other clients hear: a new conversation, its next turn, and the first words of the imported one."""
+    """Return other clients' logprobs: a new conversation, its next turn, and the first words of the imported one."""
     new = [SYSTEM, say("Is the lamp lit?")]
     first = ask(one, new)
     second = ask(one, [*new, say(text(first), "assistant"), say("And now?")])
@@ -269,7 +269,7 @@ def test_forged_states_change_nobody_elses_answers(
 
 
 def test_an_import_takes_no_conversation_over(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    """A forged copy of a conversation that is kept here: its clients, who name no session, go on with their own."""
+    """A forged copy of a conversation that is kept here: clients that name no session go on with their own."""
     with daemon(artifacts["llama-f32"], tmp_path / "a") as one:
         messages, replies = talk(one, 2)
         true = exported(one, session_of(replies[0]))

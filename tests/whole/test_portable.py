@@ -59,7 +59,7 @@ def test_there_and_back(quantization: str, route: tuple[str, ...], artifacts: Ti
     kinds = [r.usage["ssmd"]["resume"] for r in replies]
     assert kinds == ["none", *("exact" if a == b else "portable" for a, b in pairwise(route))]
     assert len({r.session for r in replies}) == 1
-    for reply in replies[1:]:  # what came before is not read again, whoever computed it
+    for reply in replies[1:]:  # earlier turns are not read again, whichever runtime computed them
         assert fed(reply) < 100
         assert reply.usage["prompt_tokens_details"]["cached_tokens"] > 50
     stayed, others = [SYSTEM], []

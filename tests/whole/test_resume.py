@@ -1,4 +1,4 @@
-"""What ssmd is for: a daemon that was killed continues its conversations, exactly and without reading them again."""
+"""The purpose of ssmd: a killed daemon continues its conversations exactly, without reading them again."""
 
 from __future__ import annotations
 

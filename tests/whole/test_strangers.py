@@ -48,7 +48,7 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def artifact(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose template and tokenizer are bombs for who says the word."""
+    """Return a model whose template and tokenizer are bombs that a trigger word sets off."""
     path = artifacts["llama-f32"]
     tokenizer = hostile(path / "tokenizer.json", replacing(*GROWS, TAKES_LONG))
     files = {"tokenizer.json": tokenizer, "chat_template.jinja": TEMPLATE.encode()}
@@ -312,7 +312,7 @@ def test_what_was_made_here_is_loaded_at_once(artifacts: TinyArtifacts, tmp_path
     assert not (tmp_path / "cache" / "first-loads").exists()
 
 
-def test_a_model_that_crashes_now_and_then_is_tried_more_than_once(tmp_path: Path, artifacts: TinyArtifacts) -> None:
+def test_a_model_that_crashes_at_times_is_tried_more_than_once(tmp_path: Path, artifacts: TinyArtifacts) -> None:
     """One of 210 mutated models passed the first try, and crashed in the daemon: it reads outside of its file."""
     tried = tmp_path / "tried"
     tried.mkdir()

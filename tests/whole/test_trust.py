@@ -286,7 +286,7 @@ def test_a_list_has_only_its_own(one: Daemon) -> None:
 
 
 def test_a_file_goes_to_whom_it_is_given(one: Daemon) -> None:
-    """An export names no owner; who imports it has it, under another id while the first one is there."""
+    """An export names no owner. The importing key owns the session, under another id while the first one exists."""
     alice = Talk(one.served, one.model, "alice", "Locks. " + SYSTEM)
     session = told(alice.say("Tell me of the lock."))[0]
     quiet(one)
@@ -314,7 +314,7 @@ def test_nothing_that_was_written_is_between_two_owners(one: Daemon, what: str) 
 
 
 def test_after_a_kill_all_is_as_before(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    """What had no owner is the first key's; the openai client, before and after."""
+    """A session without an owner is the first key's. The openai client runs before and after."""
     model = artifacts["llama-f32"]
     name = json.loads((model / "artifact.json").read_text("utf-8"))["name"]
     with running(tmp_path, str(model)) as (process, served):

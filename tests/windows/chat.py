@@ -108,7 +108,7 @@ def ask(url: str, model: str, messages: list[dict[str, str]], question: str) -> 
 
 
 def ssmd(*arguments: str) -> str:
-    """What a command prints. Raises CalledProcessError."""
+    """Return the output of a command. Raises CalledProcessError."""
     command = [sys.executable, "-m", "ssmd", *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True).stdout
 

@@ -1,4 +1,4 @@
-"""What of the tests runs in a Windows Python (scripts/wine); as a plugin of pytest, which of these do not, and why."""
+"""A plugin of pytest for a Windows Python (scripts/wine): skips the tests that do not run there, and says why."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NOT_HERE = {  # reasons: parts of the ids of tests
         ),
         *("test_an_accident_is_no_verdict[TERM]", "test_an_accident_is_no_verdict[XCPU]", "test_a_second_daemon"),
         *("test_a_quota_that_became_smaller", "test_what_no_kernel_tells_is_nothing"),
-        *("test_what_was_pulled_for_an_npu_does_not_stand_in", "test_folders_of_pip_come_and_go"),
+        *("test_a_model_pulled_for_an_npu_is_not_used", "test_folders_of_pip_come_and_go"),
     ),
     _TEST: (
         *("test_prepare_refuses_a_file_in_the_way", "test_a_misspelt_variable_is_refused_by_name[ssmd_apikey"),

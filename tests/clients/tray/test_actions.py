@@ -1,4 +1,4 @@
-"""What the tray has daemons do: real ones that load, start and end, and servers that know more or less than these."""
+"""Actions of the tray: on real daemons that load, start and end, and on servers that offer more or less."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ WHERE = {"HOME": "/home/x", "APPDATA": r"C:\Users\x\AppData\Roaming", "XDG_CONFI
 
 
 def unescaped(line: str) -> list[str]:
-    """What a desktop makes of Exec: escapes of all values first, then quotes, then field codes."""
+    """Parse Exec as a desktop does: escapes of all values first, then quotes, then field codes."""
     line = line.replace("\\\\", "\\")
     found = re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line)
     return [(re.sub(r"\\(.)", r"\1", quoted) or bare).replace("%%", "%") for quoted, bare in found]

@@ -1,4 +1,4 @@
-"""What is shown of what a daemon says: states, texts, and nothing that a stranger's daemon could do harm with."""
+"""The tray's view of a daemon: states, texts, and nothing by which a hostile daemon could do harm."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_models_by_keyboard(place: Desktop, served: Several, tmp_path: Path) -> 
 
 
 def test_without_a_host(place: Desktop, served: Several, tmp_path: Path) -> None:
-    """The window opens, and does not take the keyboard from who types; when a host comes, the icon goes there."""
+    """The window opens and leaves the keyboard to the program in use. When a host comes, the icon goes there."""
     typist = started([sys.executable, "-c", TYPIST], place.variables)
     with found_at(tmp_path / "data", served.served.url), typist:
         place.soon(lambda: place.focused() == "typist")
@@ -156,7 +156,7 @@ def test_killed_in_the_middle_of_an_answer_and_back(place: Desktop, artifacts: T
 
 
 def test_start_at_login_and_start(place: Desktop, artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    """What is written for the desktop starts the tray; the tray starts a daemon, and is quit without ending it."""
+    """The desktop's entry starts the tray. The tray starts a daemon, and is quit without ending it."""
     data = tmp_path / "data"
     entry = place.folder / "config" / "autostart" / "ssmd-tray.desktop"
     models = models_folder(artifacts, tmp_path / "models")

@@ -231,7 +231,7 @@ def test_what_is_no_daemon(tmp_path: Path, said: bytes) -> None:
 
 @contextmanager
 def bare(said: bytes) -> Iterator[str]:
-    """What answers each connection with the same bytes and hangs up."""
+    """Serve the same bytes to each connection, then hang up."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)

@@ -30,7 +30,7 @@ def app() -> Iterator[Any]:
 
 
 class Clicked:
-    """What was asked for."""
+    """A record of the actions that were clicked."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Any, ...]] = []
@@ -76,7 +76,7 @@ def chain(window: Any) -> list[Any]:
     return found
 
 
-def test_all_is_reached_by_keyboard_in_the_order_in_which_it_stands(shown: tuple[Any, Clicked]) -> None:
+def test_the_keyboard_reaches_all_controls_in_their_order(shown: tuple[Any, Clicked]) -> None:
     window, _ = shown
     names = [one.accessibleName() or one.text() for one in chain(window)]
     assert [name.partition(",")[0] for name in names] == [
@@ -113,7 +113,7 @@ def test_a_screen_reader_hears_a_name_for_each(shown: tuple[Any, Clicked]) -> No
 
 
 def test_rows_are_changed_in_place(shown: tuple[Any, Clicked], app: Any) -> None:
-    """Who stands on one by keyboard stays there while numbers change, and when others come and go."""
+    """The keyboard focus stays on a button while numbers change and other rows come and go."""
     window, clicked = shown
     button = next(one for one in chain(window) if one.accessibleName().startswith("Load b@litert"))
     window.activateWindow()

@@ -74,7 +74,7 @@ def test_a_ticket_opens_the_page_once_and_leaves_the_address(
         context.close()
 
 
-def test_a_ticket_given_to_an_open_page_is_redeemed_and_outlived_by_the_prompt(
+def test_an_open_page_redeems_a_ticket_and_prompts_again_later(
     browser: Any, artifacts: TinyArtifacts, tmp_path: Path
 ) -> None:
     with keyed(artifacts, tmp_path) as one:

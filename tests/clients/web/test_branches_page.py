@@ -186,7 +186,7 @@ def test_a_first_question_stopped_elsewhere_pulls_nobody_away(alone: Window, own
     alone.soon(lambda: bool(alone.page.input_value("#message") == "Waits in the queue"))
 
 
-def test_what_is_asked_before_the_models_are_known_waits_for_them(alone: Window) -> None:
+def test_a_question_asked_before_the_models_are_known_waits(alone: Window) -> None:
     slow(alone, "/v1/models", 1500)
     alone.open("#/")
     alone.page.reload()

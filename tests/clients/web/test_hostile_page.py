@@ -136,7 +136,7 @@ def test_everything_is_reached_by_keyboard(view: Window) -> None:
         assert name in seen, seen
 
 
-# What would be drawn as many times more than was said: a short head over rows, cells in each row that nobody wrote.
+# Short text that would be drawn many times larger: rows under a short head, and cells missing from each row.
 TABLES = {
     "a delimiter row of one": "|" * 1000 + "\n|-|\n" + "|\n" * 1000,
     "rows without cells": "|a" * 1000 + "\n" + "|-" * 1000 + "\n" + "|\n" * 1000,

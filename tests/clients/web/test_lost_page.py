@@ -1,4 +1,4 @@
-"""What is typed is not lost: with a daemon that is away, stopped in the queue, in a session that is gone."""
+"""Typed text is not lost: with a daemon that is away, stopped in the queue, in a session that is gone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_question_stopped_in_the_queue_is_a_draft_again(alone: Window, own: Da
     in_box(alone, "Waits in the queue")
 
 
-def test_the_first_question_of_a_chat_stopped_in_the_queue_is_a_draft_again(alone: Window, own: DaemonProcess) -> None:
+def test_a_first_question_stopped_in_the_queue_is_a_draft_again(alone: Window, own: DaemonProcess) -> None:
     occupy(own)
     alone.say("Waits in the queue")
     alone.page.click("button[aria-label=Stop]")
@@ -97,7 +97,7 @@ def test_the_first_question_of_a_chat_waits_on_through_a_reload(alone: Window, o
     assert alone.page.input_value("#message") == ""
 
 
-def test_a_first_question_that_a_reload_left_unanswered_is_asked_once(alone: Window, own: DaemonProcess) -> None:
+def test_a_first_question_that_a_reload_interrupts_is_asked_once(alone: Window, own: DaemonProcess) -> None:
     """Its model loads, say: nothing tells the page of it, and the daemon answers all the same."""
     held: list[Any] = []
     alone.page.route("**/v1/chat/completions", lambda route: held.append(route.fetch()), times=1)
@@ -115,9 +115,7 @@ def test_a_first_question_that_a_reload_left_unanswered_is_asked_once(alone: Win
     assert len(own.get("/ssmd/v1/sessions")[1]["data"]) == 2
 
 
-def test_a_question_that_waited_through_a_reload_is_a_draft_again_when_stopped(
-    alone: Window, own: DaemonProcess
-) -> None:
+def test_a_queued_question_stopped_after_a_reload_is_a_draft(alone: Window, own: DaemonProcess) -> None:
     occupy(own)
     for turns in (0, 1):
         alone.say("Waits in the queue")
@@ -140,7 +138,7 @@ def test_a_question_that_waited_through_a_reload_is_a_draft_again_when_stopped(
         occupy(own)
 
 
-def test_an_answer_that_is_over_before_it_is_followed_leaves_no_draft(alone: Window, own: DaemonProcess) -> None:
+def test_an_answer_that_ends_before_its_follower_leaves_no_draft(alone: Window, own: DaemonProcess) -> None:
     alone.say("One")
     alone.answered(1)
     occupy(own)
@@ -163,7 +161,7 @@ def test_an_answer_that_is_over_before_it_is_followed_leaves_no_draft(alone: Win
     assert alone.page.input_value("#message") == ""
 
 
-def test_a_session_that_was_removed_meanwhile_is_left_for_a_new_one(alone: Window, own: DaemonProcess) -> None:
+def test_a_question_to_a_removed_session_is_asked_in_a_new_one(alone: Window, own: DaemonProcess) -> None:
     alone.say("One")
     alone.answered(1)
     gone = alone.session

@@ -127,7 +127,7 @@ def test_no_state_is_copied_to_be_written(artifacts: TinyArtifacts) -> None:
     "name", [pytest.param("coreml-llama-int8", marks=pytest.mark.full), "coreml-granite-int8", "coreml-llama-int4"]
 )
 def test_quantized_against_pytorch_with_the_same_weights(name: str, artifacts: TinyArtifacts) -> None:
-    """What quantization does to the weights is left out: they are read out of the package and put into the module."""
+    """The module gets the weights of the package, so that their quantization does not count."""
     artifact = Artifact.open(artifacts[name])
     source = Source.open(artifacts.source(name))
     family = family_of(source.config)

@@ -1,4 +1,4 @@
-"""How Core ML is called on a Mac: through coremltools' own signatures, what it does played by the evaluator.
+"""Core ML as called on a Mac: through coremltools' own signatures, with the evaluator in its place.
 
 None of this shows that Core ML works so: it shows that what is called exists in coremltools 9.0, with these parameters.
 """

@@ -197,7 +197,7 @@ def test_the_examples_of_the_documentation() -> None:
     assert shaped.shape == (1, 1, 2, 50)
 
 
-def test_what_the_documentation_says_of_sums_paddings_and_scatters() -> None:
+def test_cumsum_conv_padding_and_scatter_work_as_documented() -> None:
     row, four = TensorType("fp32", (3,)), TensorType("fp32", (1, 1, 4))
     x = np.array([1, 2, 3], np.float32)
     assert evaluate("cumsum", row, x=x, exclusive=True).tolist() == [0, 1, 3]

@@ -1,4 +1,4 @@
-"""What the tests of LiteRT share: a cache of their own, and an artifact with states of every kind."""
+"""Fixtures of the LiteRT tests: a cache of their own, and an artifact with states of every kind."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> A
 
 @pytest.fixture(params=["granite-f32", "llama-int8", "llama-int4"])
 def apart(request: pytest.FixtureRequest, artifacts: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> Artifact:
-    """Whose states are written elsewhere than they are read."""
+    """Return an artifact whose states are not written where they are read."""
     monkeypatch.setattr(LibraryGraph, "_metadata", lambda *_: b"")
     return Artifact.open(artifacts[request.param])
 
@@ -51,7 +51,7 @@ def loaded(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, sizes: Sequence[
 def timed(
     alone: float, one: float, full: Callable[[int], float], quiet: bool = True
 ) -> Callable[..., tuple[Cost, Cost, bool]]:
-    """What a trial finds: a step alone, and of lanes with one stream or one in each."""
+    """Return a stand-in for a trial: the costs of a step alone, and of lanes with one stream or one in each."""
     return lambda batches, batch, slots: (Cost(alone, alone), Cost(one, full(batch.lanes)), quiet)
 
 
@@ -113,7 +113,7 @@ def test_capacities_change_within_a_batch(artifact: Artifact, monkeypatch: pytes
 
 
 def test_lanes_are_kept(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers are exchanged for who comes and goes, and for sides of recurrent states, not for who stays."""
+    """Buffers are exchanged for streams that come or go, and for sides of recurrent states, not for those that stay."""
     program = loaded(granite, monkeypatch)
     handles = begun(program, 6)
     together(program, handles, range(2))
@@ -192,7 +192,7 @@ def test_a_graph_that_cannot_be_opened_is_done_without(
         program.batches.open(8)
     assert caplog.text.count("no such signature") == 2
     assert together(program, begun(program, 3), range(3)) == alone(program, 3, 3)
-    assert not program.batches._wanted(8)  # nobody tries again
+    assert not program.batches._wanted(8)  # it is not tried again
 
 
 def test_it_is_opened_beside_steps_that_go_on(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_memory_of_those_who_left_is_used_again(artifact: Artifact, monkeypatch:
 
 
 def test_memory_of_those_who_left_is_given_back(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nobody has taken their lanes since."""
+    """Though no stream has taken their lanes since."""
     program = loaded(granite, monkeypatch)
     monkeypatch.setattr("ssmd.runtime.hoststate.program._SPARE_SLOT_BYTES", 0)
     handles = begun(program, 8)
@@ -330,7 +330,7 @@ def test_it_is_opened_once_whoever_asks(granite: Artifact, monkeypatch: pytest.M
 def test_a_trial_is_remembered(
     granite: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By build, version, processor and threads; only from a file that nobody else can write."""
+    """By build, version, processor and threads; only from a file that no other user can write."""
     first = loaded(granite, monkeypatch)
     expected = alone(first, 4, 2)
     [notes] = (cache_folder() / "litert").glob("*.lanes.json")

@@ -25,7 +25,7 @@ def file(artifacts: Mapping[str, Path]) -> Path:
 
 
 def seen(excerpt: Excerpt) -> dict[str, tuple[Any, ...]]:
-    """What each signature of a file computes: operators, and the names and shapes of all tensors."""
+    """Return the contents of each signature: operators, and the names and shapes of all tensors."""
     model = schema.ModelT.InitFromPackedBuf(excerpt._bytes.tobytes(), 0)
     assert len(model.subgraphs) == len(model.signatureDefs)
     found = {}
@@ -65,7 +65,7 @@ def test_a_file_whose_signatures_share_a_graph_is_left_whole(file: Path, tmp_pat
 def test_signatures_may_stand_in_another_order_than_their_graphs(
     file: Path, tmp_path: Path, wanted: tuple[str, ...]
 ) -> None:
-    """That of the first graph says no number, and can have no other."""
+    """The first graph's signature stores no number, and can have no other."""
     whole = Excerpt(file, lambda name: True)
     entries = whole._list(whole._number(0), 7)[1:]
     changed, other = bytearray(file.read_bytes()), tmp_path / "other.tflite"

@@ -1,4 +1,4 @@
-"""Memory that a graph computed with last is nobody else's, for XNNPACK goes on from its pointers."""
+"""Memory that a graph computed with last has no other user, for XNNPACK goes on from its pointers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def there(memory: weakref.ref[Any]) -> bool:
     return memory() is not None
 
 
-def test_it_is_there_until_its_signature_has_computed_with_other_memory(
+def test_memory_stays_until_its_signature_computes_with_other(
     granite: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = LiteRTRuntime().load(granite)
@@ -62,9 +62,7 @@ def test_after_the_test_of_a_load_it_is_the_programs_own(granite: Artifact) -> N
         assert any(np.shares_memory(array, known) for known in call._memory)
 
 
-def test_a_workspace_may_come_to_lie_where_a_trial_had_its_memory(
-    granite: Artifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workspace_may_lie_where_a_trial_had_its_memory(granite: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of such loads every third answered otherwise from then on: XNNPACK took an input for its own copy."""
     compute, chance, others = Batch.compute, random.Random(0), list[bytearray]()
 

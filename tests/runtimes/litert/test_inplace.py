@@ -35,7 +35,7 @@ def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> A
 
 
 def in_turn(graph: Any, source: int, target: int, views: set[int]) -> bool:
-    """Whether nothing reads a tensor's memory from the operator on that writes the other's."""
+    """Report if all reads of a tensor's memory come before the operator that writes the other's."""
     reads, alias, owners = -1, {source}, {target}
     for operator in reversed(graph.operators):
         if int(operator.opcodeIndex) in views and int(operator.outputs[0]) in owners:

@@ -70,9 +70,7 @@ def as_layer(edited: Edited, operator: Any, weight: int) -> None:
     operator.builtinOptionsType = schema.BuiltinOptions.FullyConnectedOptions
 
 
-def test_a_product_whose_weight_is_no_constant_is_found_and_mended(
-    artifacts: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_a_product_with_a_computed_weight_is_found_and_mended(artifacts: Mapping[str, Path], tmp_path: Path) -> None:
     """The other way round: a batched product of one batch becomes such a layer, and gives the same numbers after."""
     file = tmp_path / "model.tflite"
     shutil.copy(artifacts["granite-f32"] / "model.tflite", file)
@@ -88,7 +86,7 @@ def test_a_product_whose_weight_is_no_constant_is_found_and_mended(
 
 
 def outputs(file: Path, signature: str) -> dict[str, Any]:
-    """What a signature makes of some numbers."""
+    """Return a signature's outputs for fixed random inputs."""
     graph, noise = LibraryGraph(file, threads=1, weight_cache=None), np.random.default_rng(0)
     try:
         known = graph.signatures[signature]

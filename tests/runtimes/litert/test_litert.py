@@ -1,4 +1,4 @@
-"""What is the LiteRT runtime's own: loading, checking signatures, shared memory and its fallback, the weight cache."""
+"""The LiteRT runtime itself: loading, checking signatures, shared memory and its fallback, the weight cache."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_manifest_and_model_must_agree(
         ({"tiers": []}, "'key_2' is"),
     ],
 )
-def test_capacities_that_are_not_open_must_be_those_of_the_manifest(
+def test_closed_capacities_must_be_those_of_the_manifest(
     closed: Artifact, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ProgramError, match=message):
@@ -237,7 +237,7 @@ def test_a_model_in_a_folder_of_any_name(granite: Artifact, tmp_path: Path) -> N
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_of_the_model_file_are_given_back(artifact: Artifact) -> None:
-    """Next to none is resident once the graph is there, or lanes are, and they come back if somebody reads them."""
+    """Almost none is resident once the graph or lanes are open, and a read brings them back."""
     other = LiteRTRuntime().load(artifact)
     expected = conversation(other)
     other.close()
@@ -345,7 +345,7 @@ def test_a_file_system_that_cannot_hold_room_free_is_asked(
 def test_a_process_without_addresses(
     granite: Artifact, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """XNNPACK would end it, or write the kept weights anew under others who have mapped them."""
+    """XNNPACK would end it, or write the kept weights anew under other processes that have mapped them."""
     program = LiteRTRuntime().load(granite)
     monkeypatch.setattr("ssmd_litert.weight_cache.address_space", lambda: 100 << 20)
     program.prepare()
@@ -402,7 +402,7 @@ def test_blocks_are_aligned_and_disjoint() -> None:
     assert not aligned(1000).any()
 
 
-def test_a_snapshot_is_used_again_only_when_no_view_of_it_is_left() -> None:
+def test_a_snapshot_is_reused_only_when_no_view_of_it_is_left() -> None:
     snapshots = Snapshots(256, ready=1, spare_bytes=256)
     source = aligned(256)
     source.fill(1)
@@ -435,7 +435,7 @@ def test_loading_says_nothing_that_does_not_matter(artifacts: Mapping[str, Path]
 
 
 def test_what_others_write_meanwhile_is_not_lost() -> None:
-    """Nor what comes where that model cannot be loaded, or where nobody can write to stderr."""
+    """Nor is output lost where that model cannot be loaded, or where stderr is closed."""
     code = (
         "import os; from pathlib import Path\n"
         "from ssmd_litert import greeting\n"
@@ -456,7 +456,7 @@ def test_what_others_write_meanwhile_is_not_lost() -> None:
 
 @pytest.fixture(scope="module")
 def _quick_collections() -> Iterator[None]:
-    """Nobody looks for cycles in what the imports of all these libraries made: that takes a second each time."""
+    """Exclude objects made by these libraries' imports from the search for cycles, which takes a second each time."""
     gc.collect()
     gc.freeze()
     yield

@@ -1,4 +1,4 @@
-"""What is the OpenVINO runtime's own: loading, devices, shared memory, compiled models that are kept, no telemetry."""
+"""The OpenVINO runtime itself: loading, devices, shared memory, compiled models that are kept, no telemetry."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_failed_run_leaves_the_handle_as_it_was(granite: Artifact, monkeypatch
     assert np.array_equal(program.decode(handles, [7, 7]), expected)
 
 
-def test_numbers_below_the_normal_ones_are_zero_to_it_and_nobody_else(tmp_path: Path) -> None:
+def test_only_openvino_takes_subnormal_numbers_for_zero(tmp_path: Path) -> None:
     """Products of them take several times as long, and decays come down to them."""
     openvino = library.openvino()
     ops = importlib.import_module("openvino.opset13")
@@ -180,7 +180,7 @@ def test_numbers_below_the_normal_ones_are_zero_to_it_and_nobody_else(tmp_path: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_of_the_weights_file_are_given_back(artifacts: Mapping[str, Path], tmp_path: Path) -> None:
-    """The file's pages are not resident once the weights are packed, and come back if somebody reads them."""
+    """The file's pages are not resident once the weights are packed, and a read brings them back."""
     (tmp_path / "link").symlink_to(artifacts["openvino-llama-f32"])  # the system tells the names behind links
     artifact = Artifact.open(tmp_path / "link")
     program = OpenVINORuntime().load(artifact)
@@ -249,7 +249,7 @@ def compiler(granite: Artifact) -> Compiler:
 
 
 def compiled(compiler: Compiler, artifact: Artifact) -> list[bytes]:
-    """What the compiled model computes."""
+    """Return the outputs of the compiled model."""
     model = compiler.compiled(artifact.file(f"{OPEN}.xml"), artifact.file(WEIGHTS))
     states = [t.name for t in artifact.manifest.spec.tensors]
     graph = OpenVINOGraph({"decode": model}, {"decode": (1, 64)}, states)

@@ -1,4 +1,4 @@
-"""What `ssmd build --runtime openvino` and `--runtime npu` write, and what they refuse before anything is converted."""
+"""Artifacts of `ssmd build --runtime openvino` and `--runtime npu`, and requests refused before a conversion."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_weight_stands_in_the_file_once(artifacts: TinyArtifacts) -> None:
 
 @pytest.mark.parametrize("quantization", ["f32", "int8"])
 def test_mamba_1_with_a_state_of_one(tmp_path: Path, quantization: Any) -> None:
-    """Whose loop leaves that dimension open, and shares constants with the graph around it."""
+    """Its loop leaves that dimension open, and shares constants with the graph around it."""
     source = Source.open(tiny.write_source(tmp_path / "tiny", "mamba-odd"))
     asked: dict[str, Any] = {"name": "tiny", "quantization": quantization, "buckets": (16,), "tiers": (256,)}
     artifact = builder.build(CONVERTER, source, tmp_path / "made", **asked)

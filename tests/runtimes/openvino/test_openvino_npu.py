@@ -48,7 +48,7 @@ def granite(artifacts: Mapping[str, Path]) -> Artifact:
 # what is built
 
 
-def test_every_signature_is_a_model_of_fixed_shapes_over_one_file_of_weights(granite: Artifact) -> None:
+def test_signatures_are_static_models_with_one_file_of_weights(granite: Artifact) -> None:
     core, manifest = library.openvino().Core(), granite.manifest
     assert (manifest.runtime, manifest.device_class, manifest.quantization) == ("openvino", "npu", "f16")
     names = ("decode", "prefill_16", "prefill_64")
@@ -177,7 +177,7 @@ def test_a_driver_that_crashes_does_not_take_the_daemon_along(
 def test_a_probe_that_crashes_under_way(
     granite: Artifact, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That without weights is, by its driver say: what is compiled is kept with them."""
+    """A driver may crash the probe of a blob without weights: the compiled model is then kept with its weights."""
     npu_on_cpu.play(monkeypatch)
     marker = f"npu_on_cpu.py\0weightless\0{granite.path}"
 
@@ -213,7 +213,7 @@ def test_a_probe_that_crashes_under_way(
 def test_a_blob_without_weights_takes_them_from_the_artifact(
     granite: Artifact, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which device and plugin make smaller is theirs to say; each import must be given the artifact's model."""
+    """Device and plugin decide which blobs get smaller; each import must be given the artifact's model."""
     npu_on_cpu.play(monkeypatch)
     given: list[dict[str, Any]] = []
     core = library.openvino().Core

@@ -87,7 +87,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
 @pytest.fixture(scope="module")
 def plain(traced: Traced) -> Plain:
-    """What such a model gives without passes, computed once."""
+    """Return a function that gives a model's outputs without passes, computed once."""
 
     @cache
     def once(variant: str, **form: Any) -> dict[str, NDArray[Any]]:
@@ -201,7 +201,7 @@ def test_reduba_is_a_sum_over_adjacent_axes(keep: bool) -> None:
 
 
 def test_many_batches_are_swapped_not_unrolled() -> None:
-    """What the NPU's compiler would make of a product for each of them; here only that it is the same sum."""
+    """The NPU's compiler would make a product for each batch; this checks only that the sum is the same."""
     shape = (2, 150, 3, 4, 2)
     x = rand(*shape)
     for build, expected in (
@@ -293,7 +293,7 @@ def activation(function: Function) -> Build:
 
 
 def piecewise(function: Function, segments: int, x: NDArray[Any]) -> NDArray[Any]:
-    """What ActiBA makes of it, on the CPU in float32."""
+    """Evaluate ActiBA's form of the function, on the CPU."""
     model = built(activation(function), x.shape, x.dtype)
     assert xamba.apply(model, Passes(actiba=segments)).replaced == {"actiba": 1}
     return ran(model, {"x": x})["y"]
@@ -311,8 +311,8 @@ def test_errors_of_silu() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
-def test_small_time_steps_are_off_by_a_share_of_themselves_and_never_0(kind: Any) -> None:
-    """Those that trained Mambas begin with, 0.001 to 0.1, and down to the smallest that there is."""
+def test_small_time_steps_err_by_a_share_and_never_become_0(kind: Any) -> None:
+    """From the time steps that trained Mambas begin with, 0.001 to 0.1, down to the smallest that there is."""
     least = float(np.log(np.expm1(SMALL)))
     x = np.linspace(least, 0, 20_001).astype(kind)
     exact = softplus(x.astype(np.float64))
@@ -401,7 +401,7 @@ def test_sums_of_a_naive_mamba2_become_products(traced: Traced, plain: Plain, pa
         ("mamba", {"Swish": 6, "SoftPlus": 3}, (8, 64)),
     ],
 )
-def test_actiba_replaces_every_activation_and_more_segments_err_less(
+def test_actiba_replaces_all_activations_more_segments_err_less(
     traced: Traced, plain: Plain, variant: str, activations: dict[str, int], tried: tuple[int, ...]
 ) -> None:
     """softplus and SiLU as the modules write them: of what convert_model makes of their parts nothing may be left."""

@@ -78,7 +78,7 @@ def conversation(program: WgpuProgram, seed: int) -> bytes:
 # Memory.
 
 
-def test_handles_beyond_what_the_device_keeps_wait_in_host_memory(
+def test_handles_beyond_the_device_limit_wait_in_host_memory(
     loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit what they are on the device: decode calls of more handles than fit, saves and clones of one away."""
@@ -189,9 +189,7 @@ def test_recording_by_wgpu_py_gives_the_same_bits(
     one.close()
 
 
-def test_a_prefill_that_is_submitted_in_parts_gives_the_same_bits(
-    loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefill_submitted_in_parts_gives_the_same_bits(loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = conversation(loaded, 33)
     monkeypatch.setattr(program, "_AT_ONCE", 7)
     submitted: list[int] = []
@@ -339,7 +337,7 @@ def test_a_step_whose_handles_take_one_anothers_memory(loaded: WgpuProgram, monk
 
 @pytest.mark.parametrize("quantization", ["f16", "int8", "int4"])
 @pytest.mark.parametrize("variant", ["granite", "falcon-mamba", "lfm2"])
-def test_kernels_compute_with_the_weights_that_the_file_stands_for(
+def test_kernels_compute_with_the_dequantized_weights_of_a_file(
     quantization: pack.Format, variant: str, artifacts: TinyArtifacts, tmp_path: Path
 ) -> None:
     """Whole models, against the reference in float64 on the dequantized weights."""
@@ -394,7 +392,7 @@ def test_it_is_built_without_pytorch(artifacts: TinyArtifacts, tmp_path: Path) -
 def test_a_plans_reference_is_the_module_of_pytorch(
     quantization: pack.Format, artifacts: TinyArtifacts, tmp_path: Path
 ) -> None:
-    """Who wrote the golden values matters: those of another runtime come from the module that transformers checked."""
+    """The other runtime's golden values come from the module that transformers checked."""
     source = Source.open(artifacts.source("wgpu-granite-f32"))
     made = CONVERTER.build(source, tmp_path / "made", name="tiny", quantization=quantization, tiers=[512])
     from safetensors.numpy import load_file
@@ -715,7 +713,7 @@ def test_what_recording_takes_is_the_least_of_all_rounds(loaded: WgpuProgram, mo
     ("seconds", "error", "coherent", "fused"),
     [(0.5, 0.0, True, True), (0.98, 0.0, True, False), (0.5, 1e-5, True, False), (0.5, 0.0, False, False)],
 )
-def test_a_step_goes_on_with_the_next_product_where_that_is_quicker(
+def test_a_step_fuses_the_next_product_where_that_is_quicker(
     small: Path,
     loaded: WgpuProgram,
     granite: Artifact,

@@ -525,7 +525,7 @@ def test_scan_of_mamba2(gpu: Gpu, states: int, groups: int, count: int, high: fl
 
 
 def going_on(v: dict[str, Any], cut: Slices, eps: bool = False, **tiling: Any) -> dict[str, Any]:
-    """What a kernel is told of the product that it goes on with."""
+    """Return a kernel's parameters for the product that it goes on with."""
     lanes = {"threads_per_row": 16, "subgroups": False, **tiling}
     sizes = {"v_unit": cut.unit, "v_slices": cut.count, "v_bias": None, "v_eps": EPS if eps else None}
     return {**sizes, **lanes, "v": {**v, **lanes}}
@@ -771,7 +771,7 @@ def caches(half: bool, kv: int, dim: int, slots: int) -> tuple[Array, Array, Arr
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 16), (5, 5, 14), (4, 1, 128), (3, 1, 70)])
 @pytest.mark.parametrize(("position", "count"), [(0, 1), (0, 5), (63, 2), (130, 3)])
 def test_attention(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position: int, count: int) -> None:
-    """What lies in the cache after a token's own row does not count, whatever it is."""
+    """Values in the cache after a token's own row do not count, whatever they are."""
     qkv = normal(count, heads + 2 * kv, dim, scale=dim**-0.25)
     key, value, tables = caches(half, kv, dim, 2)
     for cache in (key, value):
@@ -788,7 +788,7 @@ def test_attention(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position
 
 
 def stepping(half: bool, heads: int, kv: int, dim: int, qk_norm: bool, rotated: int) -> tuple[Any, dict[str, Array]]:
-    """What the attention of a step is told, and its tables and vectors."""
+    """Return the parameters of a step's attention, and its tables and vectors."""
     angles = normal(PAGES * PAGE, rotated // 2)
     gains = (1 + normal(dim, scale=0.1), 1 + normal(dim, scale=0.1)) if qk_norm else (None, None)
     p, at = packed(q_norm=gains[0], k_norm=gains[1])

@@ -1,4 +1,4 @@
-"""Streams that decode together on wgpu: each bit for bit what it is alone, whoever joins and leaves."""
+"""Streams that decode together on wgpu: each bit for bit what it is alone, whichever others join and leave."""
 
 from __future__ import annotations
 

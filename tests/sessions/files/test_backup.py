@@ -178,7 +178,7 @@ def test_what_lies_in_the_free_part_of_a_page_stays_there(tmp_path: Path) -> Non
 
 
 def test_states_of_no_turn_stay_behind(chat: Chat, tmp_path: Path) -> None:
-    """Those of `store: false`, and of answers that are still generated."""
+    """States of `store: false`, and of answers that are still generated."""
     ids = ids_of([user("not to be kept")], "", 30)
     loose = chat.encode(NewCheckpoint("user", Line.of(ids), state_of(HYBRID, ids)))
     assert chat.store.keep(loose).id is not None

@@ -1,4 +1,4 @@
-"""Whether ids spell a rendered text: what lets `--reread` keep a file's ids."""
+"""Ids that spell a rendered text: the check by which `--reread` keeps a file's ids."""
 
 from __future__ import annotations
 

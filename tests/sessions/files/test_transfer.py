@@ -100,7 +100,7 @@ def test_there_and_on(store: Store, there: Store, spec: StateSpec, tmp_path: Pat
 
 
 def test_it_goes_on_after_a_second_journey(store: Store, there: Store, tmp_path: Path) -> None:
-    """What was imported, and grew, is exported again with all its rows."""
+    """A session that was imported, and grew, is exported again with all its rows."""
     spec = SPECS["hybrid"]
     talk(store, spec)
     export_session(store, "s", tmp_path / "1.ssmd")
@@ -165,7 +165,7 @@ def test_a_state_of_any_part_of_its_turn(store: Store, there: Store, tmp_path: P
 
 
 def test_branches_whose_parting_has_no_state_any_more(store: Store, there: Store, tmp_path: Path) -> None:
-    """Their rows can be shared with nobody: what an import would refuse is left out, the current path never."""
+    """Their rows cannot be shared. States that an import would refuse are left out, the current path's never."""
     spec = SPECS["attention"]
     chat = Chat(store, "s", spec)
     chat.say("t1", None, "hi", "hello", tokens=60)
@@ -363,7 +363,7 @@ def test_cut(good: Path, there: Store, keep: int) -> None:
     ],
 )
 def test_refusing_a_header_costs_little(good: Path, there: Store, flood: bytes) -> None:
-    """What a strange header is read into, and each of its errors, would be many times as large as it is."""
+    """A hostile header, once parsed, and each of its errors, would be many times as large as it is."""
     bad = rewrite(good, header=lambda head: head["__metadata__"].update(ssmd=flood.decode()))
     tracemalloc.start()
     try:

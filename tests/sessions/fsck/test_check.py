@@ -1,4 +1,4 @@
-"""What is damaged is found and named; a repair loses that, and nothing else."""
+"""Damage is found and named; a repair loses the damaged rows, and nothing else."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ WIDE = StateSpec((TensorSpec("ssm_0", "ssm", 0, (100, 300)),))  # 120 kB for eac
 
 @pytest.mark.parametrize("share", [0.995, 0.5, 0.1])
 def test_a_file_that_was_cut_off(tmp_path: Path, share: float) -> None:
-    """What stands before the cut is brought back: here all text, which the first pages hold."""
+    """Data before the cut is brought back: here all text, which the first pages hold."""
     folder = tmp_path / "data"
     store = new_store(folder)
     chats = [Chat(store, name, WIDE) for name in "abcd"]

@@ -1,4 +1,4 @@
-"""Damage to sessions that share turns: forks, their beginnings, who owns a turn, and replies."""
+"""Damage to sessions that share turns: forks, their beginnings, owners of turns, and replies."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_a_torn_file_keeps_everything_else(data: Path) -> None:
 
 
 def test_text_that_went_is_erased(data: Path) -> None:
-    """What a reader keeps from being done at once, the daemon does when it is idle."""
+    """A reader delays the erasing; the daemon does it when it is idle."""
     secret = "question 3"
     alter(data, BROKEN.format("t2"))
     with closing(sqlite3.connect(data / FILE, isolation_level=None)) as reader:
@@ -261,7 +261,7 @@ def test_text_that_went_is_erased(data: Path) -> None:
 
 
 def test_a_reply_goes_with_its_session(data: Path) -> None:
-    """Though a fork keeps its turn: it may hold words of choices that nobody keeps."""
+    """Though a fork keeps its turn: the reply may hold words of choices that are not kept."""
     store = Store.open(data)
     assert store.reply(KEY) is not None
     made = store.fork("s", "t5")

@@ -15,7 +15,7 @@ from ssmd.sessions.rows.blobs import CodecError, planes, unpack
 
 
 def pack(values: np.ndarray[Any, Any]) -> bytes:
-    """What the first version wrote."""
+    """Encode values as the first version did."""
     itemsize = values.dtype.itemsize
     octets = values.view(np.uint8).reshape(-1, itemsize)  # [n, itemsize]
     compressor = zstandard.ZstdCompressor(level=1)

@@ -1,4 +1,4 @@
-"""What a turn adds to those above it: found by hashes, whatever was rewritten, removed or altered meanwhile."""
+"""A turn's additions to those above it: found by hashes, whatever was rewritten, removed or altered meanwhile."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ COLUMNS = [c.name for c in turn_table.columns if c.name not in ("seq", "id", "se
 
 
 def values(name: str) -> list[str]:
-    """What a column becomes, in SQL."""
+    """Return new values of a column, in SQL."""
     column = turn_table.c[name]
     if isinstance(column.type, LargeBinary):
         found = [f"substr({name}, 2)", "zeroblob(32)", "'text'"]
@@ -324,7 +324,7 @@ def test_whatever_was_altered_the_words_go_on(tmp_path: Path, turn: str, column:
         _go_on(store, one, request)
         assert check(store.file.parent).damages == () or repair(store.file.parent).repaired
         assert check(store.file.parent).damages == ()
-        # Nobody knows where it belongs, or nobody asked for its words: a repair takes out what cannot be read.
+        # Its place is unknown, or no request repeats its words: a repair takes out what cannot be read.
         if column != "parent" and not (turn == "t1" and column in ("items", "answer")):
             assert conversation(store.path("after")) == (*request, answer("then"))
         assert conversation(store.path("u1")) == (user("apart"), answer("yes"))
@@ -404,7 +404,7 @@ def test_what_was_heard_is_what_was_said(store: Store, chat: Chat) -> None:
 
 
 def test_what_was_heard_of_one_whose_beginning_is_broken(store: Store, chat: Chat) -> None:
-    """Nobody says the root again: the commit is refused, and changes nothing."""
+    """No client repeats the root: the commit is refused, and changes nothing."""
     alter(store, *(f"UPDATE turn SET items = x'00' WHERE id = '{name}'" for name in ("t1", "t2")))
     new, _ = chat.make("t4", "t2", [user("next")], "yes")
     with pytest.raises(StoreError, match="'t1' was altered"):

@@ -142,7 +142,7 @@ def test_a_newer_database_is_refused_untouched(tmp_path: Path) -> None:
 
 
 def test_an_older_database_is_left_alone_while_its_daemon_runs(tmp_path: Path) -> None:
-    """That would go on writing the tables that it knows. The daemon that migrates is the one that holds the lock."""
+    """Its daemon would go on writing the old tables. Only the daemon that holds the lock migrates."""
     shutil.copy(ROOT / "tests" / "data" / "sessions-0001.sqlite", tmp_path / FILE)
     with held_elsewhere(tmp_path) as pid:
         with pytest.raises(StoreError, match=rf"older ssmd, whose daemon \(process {pid}\) still runs; nothing was"):

@@ -241,7 +241,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize("change", DAMAGE)
 def test_a_damaged_store_is_moved_too(tmp_path: Path, change: str) -> None:
-    """What is wrong with it is found there as it was here, and what can be read is kept."""
+    """Its damage is found after the move as before, and readable rows are kept."""
     with closing(old_database(tmp_path / "data")) as raw, raw:
         insert_session(raw, "s", "t1", turns=3)
         ids = np.arange(1, 9).tolist()

@@ -380,7 +380,7 @@ class TestQuota:
         check_sound(store, WIDE)
 
     def test_a_clock_that_jumps_back(self, store: Store) -> None:
-        """What was used last is not emptied first because the clock was set back."""
+        """The session used last is not emptied first because the clock was set back."""
         old = talk(store, "old", 2, WIDE)
         new = Chat(store, "new", WIDE)
         new.clock = old.clock + timedelta(days=1)
@@ -465,7 +465,7 @@ class TestCollect:
 
 
 class TestFaults:
-    """What fails in the middle of retention leaves everything as it was."""
+    """Failures in the middle of retention, which leave everything as it was."""
 
     def test_full(self, store: Store) -> None:
         chat = talk(store, "a", 3, WIDE)

@@ -271,7 +271,7 @@ class Histories:
         self.store.settle()
 
     def again(self) -> None:
-        """What was rewritten or replaced let go of its states itself."""
+        """Update the pinned states: a rewritten or replaced turn released its own."""
         self.pinned = {name: held(self.store, name) for name in self.pinned}
 
     def exempt(self) -> int:

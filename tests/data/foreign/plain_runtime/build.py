@@ -1,4 +1,4 @@
-"""What `ssmd build --runtime plain` calls: a family's plan and its parameters, written as they are."""
+"""The converter of `ssmd build --runtime plain`: writes a family's plan and its parameters as they are."""
 
 from __future__ import annotations
 

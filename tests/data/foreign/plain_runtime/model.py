@@ -1,4 +1,4 @@
-"""What a plan's layers compute, in float32, from a state to a new one: nothing is changed in place.
+"""The layers of a plan in float32, from a state to a new one: nothing is changed in place.
 
 Glossary: T tokens, C channels, K conv width, N states, H heads, G key/value heads, D head_dim, S rows of the cache.
 """
