@@ -37,7 +37,7 @@ from daemon_process import DaemonProcess, conditions
 from gpu import MOST, SHAPES, Bench, bandwidth, measured, median_s, table
 from llama_library import Library, Llama
 
-from ssmd_wgpu.device import Gpu, choose
+from ssmd_wgpu.device import Gpu, choose_adapter
 from ssmd_wgpu.library import package_version
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.op import Op
@@ -70,7 +70,7 @@ class Part:
     def __init__(self, name: str, asked: argparse.Namespace) -> None:
         self.asked, self.found = asked, dict[str, Any]()
         self._file = asked.out / f"{name}.json"
-        self.adapter = choose(asked.device)
+        self.adapter = choose_adapter(asked.device)
         self._until = time.monotonic() + limit_s(name, self.adapter.software) - 8
 
     @property
@@ -466,7 +466,7 @@ def main() -> None:
     parser.add_argument("--part", choices=LIMITS, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    adapter = choose(asked.device)
+    adapter = choose_adapter(asked.device)
     if adapter.software:
         small()
     if asked.part:

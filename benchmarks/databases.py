@@ -33,7 +33,7 @@ from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
-from ssmd.sessions.fsck.repair import Checked, check, repair
+from ssmd.sessions.fsck.repair import CheckReport, check, repair
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -241,7 +241,7 @@ def _copy(data: Path, to: Path) -> None:
             shutil.copy(data / name, to / name)
 
 
-def looked(data: Path, folder: Path) -> Checked | None:
+def looked(data: Path, folder: Path) -> CheckReport | None:
     """Return the result of `ssmd session check` on a copy; None if it cannot open it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(data, folder)

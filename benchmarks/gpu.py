@@ -30,7 +30,7 @@ from ssmd.families.registry import family_of
 from ssmd.model.state import StateSpec
 from ssmd_wgpu import pack
 from ssmd_wgpu.build import packed_plan
-from ssmd_wgpu.device import Gpu, choose
+from ssmd_wgpu.device import Gpu, choose_adapter
 from ssmd_wgpu.library import package_version
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.op import Op
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--count", action="store_true")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    found = choose(asked.device)
+    found = choose_adapter(asked.device)
     probe = bandwidth(Gpu(found))
     rows = []
     for name in asked.models:

@@ -34,7 +34,7 @@ from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.persist.writer import Writer
-from ssmd.engine.request import Delta, Done, Event
+from ssmd.engine.request import Delta, Event, Finish
 from ssmd.installed import resolve
 from ssmd.machine.memory import trim
 from ssmd.model.artifact import Artifact
@@ -78,7 +78,7 @@ def held_mb() -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1e3
 
 
-def ask(engine: Engine, clock: Clock, messages: list[dict[str, str]], tokens: int) -> tuple[str, Done]:
+def ask(engine: Engine, clock: Clock, messages: list[dict[str, str]], tokens: int) -> tuple[str, Finish]:
     """One turn, from the client's bytes to the end of its answer."""
     raw = json.dumps({"model": "m", "messages": messages, "max_tokens": tokens, "temperature": 0}).encode()
     started = time.thread_time()
@@ -87,7 +87,7 @@ def ask(engine: Engine, clock: Clock, messages: list[dict[str, str]], tokens: in
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     engine.submit(request, events.put)
     text = ""
-    while not isinstance(event := events.get(), Done):
+    while not isinstance(event := events.get(), Finish):
         if not isinstance(event, Delta):
             raise RuntimeError(str(event))
         text += event.text

@@ -31,7 +31,7 @@ MEASURES = ("refit_s", "refit_peak_mb", "install_s", "install_peak_mb", "file_mb
 def once(folder: Path, runtime: str, what: str) -> dict[str, float]:
     """Measure one refit or install in this process: seconds, peak memory and size, MB."""
     source = Source.open(folder)
-    graph, why_not = catalog.choose(source.config, [runtime])
+    graph, why_not = catalog.choose_graph(source.config, [runtime])
     if graph is None:
         raise SystemExit(why_not)
     before = (resident() or 0) / 1e6

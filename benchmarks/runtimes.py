@@ -21,7 +21,7 @@ from daemon_process import conditions
 from prefill import ours
 
 from ssmd.config import Settings
-from ssmd.installed import installed, unusable
+from ssmd.installed import installed, why_unusable
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.bench import weights_bytes
 from ssmd.runtime.hoststate.program import FlatProgram
@@ -102,7 +102,7 @@ def main(name: str, tokens: int, rounds: int = ROUNDS) -> None:
     artifacts = []
     for found in (i for i in installed(Settings().models_dir) if i.name == name and not i.problem):
         artifact = Artifact.open(found.path)
-        if why := unusable(artifact.manifest, device_of(artifact)):
+        if why := why_unusable(artifact.manifest, device_of(artifact)):
             print(f"# {found.path.name} is left out: {why}")
         else:
             artifacts.append(artifact)

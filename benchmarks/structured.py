@@ -25,7 +25,7 @@ from ssmd.api.openai.structured import of_schema
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
-from ssmd.engine.request import Delta, Done, Event, Failed, Request
+from ssmd.engine.request import Delta, Event, Failure, Finish, Request
 from ssmd.engine.sampling import grammar
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.installed import resolve
@@ -51,13 +51,13 @@ TOOL: dict[str, Any] = {
 
 def times_of(engine: Engine, schema: dict[str, Any] | None, seed: int) -> tuple[list[float], float]:
     """Return the ms at which each token was known, and the time of the whole answer after the first."""
-    ended, error = threading.Event(), list[Failed]()
+    ended, error = threading.Event(), list[Failure]()
 
     def deliver(event: Event) -> None:
-        if isinstance(event, Failed):
+        if isinstance(event, Failure):
             error.append(event)
         if not isinstance(event, Delta):
-            assert isinstance(event, Done | Failed)
+            assert isinstance(event, Finish | Failure)
             ended.set()
 
     stops = {token: -100.0 for token in engine.artifact.manifest.stop_tokens}

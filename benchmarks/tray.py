@@ -98,7 +98,7 @@ def a_day(daemon: HostProcess, address: Address) -> None:
     from PySide6.QtCore import QTimer
 
     from ssmd_tray.qt.app import Tray, application
-    from ssmd_tray.watching import Sight
+    from ssmd_tray.watching import Observation
 
     app = application()
     found = daemon.get("/ssmd/v1/metrics")[1]
@@ -115,7 +115,7 @@ def a_day(daemon: HostProcess, address: Address) -> None:
         there = second % 5000 < 4990
         at = began + second
         now = as_answered(found, second)
-        shown.saw(Sight(at, now, address, 1) if there else Sight(at, problem="no daemon runs"))
+        shown.saw(Observation(at, now, address, 1) if there else Observation(at, problem="no daemon runs"))
         if second % (DAY // 6) == 0 or second == DAY // 100:
             told.append(f"{memory_mb()['VmRSS']:.1f} after {second / 3600:.1f} h")
 

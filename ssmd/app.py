@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 
 from ssmd.api import openapi
 from ssmd.api.generate import in_flight
-from ssmd.api.generate.in_flight import UnderWay
+from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http.access import AccessLog
 from ssmd.api.http.keys import Keys
 from ssmd.api.http.security import Rules, guarded
@@ -38,7 +38,7 @@ def create_app(
     leave its answer unread before it is disconnected. end: called to stop the daemon.
     """
     keys = Keys.of(settings) if keys is None else keys
-    store, under_way, usable = None if host.writer is None else host.writer.store, UnderWay(), Runtimes()
+    store, under_way, usable = None if host.writer is None else host.writer.store, InFlightAnswers(), Runtimes()
     pulling, page = Pulls(settings.models_dir, settings.data_dir, offline=settings.offline), Page.read()
     routes = [
         *page.routes(),

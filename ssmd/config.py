@@ -23,7 +23,7 @@ from ssmd.machine.duration import parse_duration
 from ssmd.machine.processor import MOST_THREADS
 from ssmd.machine.settingsfile import read_settings
 from ssmd.machine.size import parse_size
-from ssmd.machine.spelling import did_you_mean, shown
+from ssmd.machine.spelling import did_you_mean, printable
 from ssmd.machine.variables import PREFIX, misspelt
 from ssmd.model.defaults import Default, parse
 
@@ -364,7 +364,7 @@ def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:
     """Explain a refused value in one line: where it came from, the value (a key is never shown), what is allowed."""
     name = str(error["loc"][0]) if error["loc"] else "settings"
     if error["type"] == "extra_forbidden":
-        where = f"--{name.replace('_', '-')}" if name in flags else f"{shown(name)!r} in {config_file()}"
+        where = f"--{name.replace('_', '-')}" if name in flags else f"{printable(name)!r} in {config_file()}"
         meant = did_you_mean(name, Settings.model_fields) or f"; there are: {', '.join(Settings.model_fields)}"
         return f"{where}: no such setting{meant}"
     came = origin(name, flags)

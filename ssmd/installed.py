@@ -25,7 +25,7 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True)
-class Installed:
+class InstalledModel:
     """An artifact's folder."""
 
     name: str
@@ -40,7 +40,7 @@ class Installed:
         return 0 if self.manifest is None else sum(f.size for f in self.manifest.files.values())
 
 
-def installed(models_dir: Path) -> list[Installed]:
+def installed(models_dir: Path) -> list[InstalledModel]:
     """List all artifacts under `models_dir`, broken ones with the reason. Reads manifests, not the files they list."""
     return [read(name, path) for name, path in places(models_dir)]
 
@@ -50,7 +50,7 @@ def places(models_dir: Path) -> list[tuple[str, Path]]:
     return [(name.name, path) for name in _folders(models_dir) for path in _folders(name)]
 
 
-def unusable(manifest: Manifest, device: str | None = None) -> str:
+def why_unusable(manifest: Manifest, device: str | None = None) -> str:
     """Return why the artifact cannot run on `device`, by default the one it was built for; "" if it can.
 
     Imports the runtime.
@@ -76,10 +76,10 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: 
         runtime = named_runtime if at else runtime
     if why := _nowhere(runtime):
         raise ModelError(why)
-    return choose(candidates(model, models_dir), runtime, device).path
+    return choose_installed(candidates(model, models_dir), runtime, device).path
 
 
-def choose(found: list[Installed], runtime: str = "auto", device: str | None = None) -> Installed:
+def choose_installed(found: list[InstalledModel], runtime: str = "auto", device: str | None = None) -> InstalledModel:
     """Choose which of a model's artifacts to serve, as `resolve` does. `found`: at least one. Raises ModelError."""
     fitting = [i for i in found if i.manifest is None or is_for(i.manifest, runtime)]
     if not fitting:
@@ -87,7 +87,7 @@ def choose(found: list[Installed], runtime: str = "auto", device: str | None = N
     least = min((i.nbytes for i in fitting if i.manifest and not _elsewhere(i.manifest)), default=0)
     problems = []
     for candidate in sorted(fitting, key=lambda i: _rank(i, least)):
-        reason = candidate.problem or (unusable(candidate.manifest, device) if candidate.manifest else "")
+        reason = candidate.problem or (why_unusable(candidate.manifest, device) if candidate.manifest else "")
         if not reason:
             return candidate
         problems.append(f"{candidate.path}: {reason}")
@@ -103,7 +103,7 @@ def _nowhere(runtime: str) -> str:
     return f"runtime {runtime}: {reasons[0]}" if reasons and all(reasons) else ""
 
 
-def candidates(model: str | None, models_dir: Path) -> list[Installed]:
+def candidates(model: str | None, models_dir: Path) -> list[InstalledModel]:
     """List the artifacts that `model` may mean, at least one. Raises ModelError."""
     if model is not None and _is_path(model):
         path = Path(os.path.expanduser(model))
@@ -123,7 +123,7 @@ def candidates(model: str | None, models_dir: Path) -> list[Installed]:
     return named(model, models_dir)
 
 
-def named(model: str, models_dir: Path) -> list[Installed]:
+def named(model: str, models_dir: Path) -> list[InstalledModel]:
     """List the artifacts of an installed model, broken ones too, at least one. Raises ModelError."""
     return [i for i in installed(models_dir) if i.name == model] or _unknown(model, models_dir)
 
@@ -187,7 +187,7 @@ def _elsewhere(manifest: Manifest) -> bool:
     return manifest.device_class != "cpu"
 
 
-def _rank(candidate: Installed, least: int) -> tuple[bool, float, int, str]:
+def _rank(candidate: InstalledModel, least: int) -> tuple[bool, float, int, str]:
     """Return the order of trials: the processor first, fewest bytes, fastest runtime (docs/notes/benchmarks.md)."""
     manifest = candidate.manifest
     runtime = "" if manifest is None else manifest.runtime
@@ -196,7 +196,7 @@ def _rank(candidate: Installed, least: int) -> tuple[bool, float, int, str]:
     return elsewhere, max(candidate.nbytes, _NEARLY * least), order, str(candidate.path)
 
 
-def _none_for(runtime: str, found: list[Installed]) -> str:
+def _none_for(runtime: str, found: list[InstalledModel]) -> str:
     from ssmd.refit import catalog
 
     there = ", ".join(sorted({i.manifest.runtime for i in found if i.manifest}))
@@ -213,14 +213,14 @@ def _none_for(runtime: str, found: list[Installed]) -> str:
     return f"{said} ({way} --runtime npu){unusable_here}{_usable(found)}"
 
 
-def _usable(found: list[Installed]) -> str:
+def _usable(found: list[InstalledModel]) -> str:
     """Return the options with which the model could be served, or ""."""
     options = set()
     for one in found:
         if one.manifest is not None and not one.problem:
-            if not unusable(one.manifest):
+            if not why_unusable(one.manifest):
                 options.add(f"--runtime {one.manifest.runtime}")
-            elif not unusable(one.manifest, "cpu"):
+            elif not why_unusable(one.manifest, "cpu"):
                 options.add("--device cpu")
     return f"; what works here: {' or '.join(sorted(options))}" if options else ""
 
@@ -244,17 +244,19 @@ def _folders(path: Path) -> list[Path]:
         ) from err
 
 
-def read(name: str, path: Path) -> Installed:
+def read(name: str, path: Path) -> InstalledModel:
     """Read an artifact's folder as it is now: its manifest, and if its files have the sizes in the manifest."""
     try:
         manifest = read_manifest(path)
     except (ArtifactError, OSError) as err:
-        return Installed(name, path, None, str(err))
+        return InstalledModel(name, path, None, str(err))
     for file, entry in manifest.files.items():
         try:
             size = (path / file).stat().st_size
         except OSError:
-            return Installed(name, path, manifest, f"file {file!r} is missing; build it again")
+            return InstalledModel(name, path, manifest, f"file {file!r} is missing; build it again")
         if size != entry.size:
-            return Installed(name, path, manifest, f"file {file!r} has {size} bytes, not {entry.size}; build it again")
-    return Installed(name, path, manifest, defaults=defaults_of(manifest, path))
+            return InstalledModel(
+                name, path, manifest, f"file {file!r} has {size} bytes, not {entry.size}; build it again"
+            )
+    return InstalledModel(name, path, manifest, defaults=defaults_of(manifest, path))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ssmd.engine.engine import Engine
 from ssmd.engine.host.host import Host
-from ssmd.engine.host.models import Shelf
+from ssmd.engine.host.models import ModelIndex
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.persist.writer import Writer
 from ssmd.model.artifact import Artifact
@@ -32,7 +32,7 @@ class OwnEngine(Engine):
 def hosting(engine: OwnEngine, **options: Any) -> Host:
     """A host that has this engine for its artifact, loaded."""
     place = engine.artifact.manifest.name, engine.artifact.path
-    shelf = Shelf(lambda: [place])
+    shelf = ModelIndex(lambda: [place])
     host = Host(shelf, lambda model, numbers, room: engine, engine.metrics, engine.writer, **options)
     host.ready()
     host.load(shelf.models()[0]).result(60).release()

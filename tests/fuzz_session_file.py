@@ -33,7 +33,7 @@ from sqlalchemy import func, select
 
 from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.files import sessionfile, turns
-from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.rows.schema import checkpoint, layout, segment, turn
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -226,7 +226,9 @@ def tried(store: Store, file: Path, rng: random.Random, *, fits: bool = False, f
     fits: with no model here, whose layout could be another one. free: with no limit of memory once it is in.
     """
     spec = SPECS[rng.choice(list(SPECS))]
-    local = rng.choice([None, {LINEAGE: Local("made-up", spec, VOCABULARY)}, {"c" * 64: Local("other", spec, 9)}])
+    local = rng.choice(
+        [None, {LINEAGE: LocalModel("made-up", spec, VOCABULARY)}, {"c" * 64: LocalModel("other", spec, 9)}]
+    )
     believe = rng.random() < 0.9
     if fits:
         local, believe = None, True

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from ssmd.model.state import State, StateSpec, TensorSpec
-from ssmd.sessions.checkpoint import Found, NewCheckpoint, Scope
+from ssmd.sessions.checkpoint import NewCheckpoint, Scope, StoredCheckpoint
 from ssmd.sessions.line import Ids, Line, Passage
-from ssmd.sessions.rows.blobs import Encoded, encode
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, encode
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.rows.snapshot import Echoed, Snapshot
-from ssmd.sessions.store import Committed, Store
+from ssmd.sessions.rows.snapshot import EchoedTurn, Snapshot
+from ssmd.sessions.store import CommitResult, Store
 from ssmd.sessions.turn import NewTurn, SessionInfo
 from ssmd.text.messages import Message
 
@@ -104,7 +104,7 @@ def grown(store: Store | Snapshot, turn: str) -> tuple[Line, Passage]:
     return line, passage
 
 
-def echo_of(store: Store, messages: Sequence[Message], session: str | None = None) -> Echoed | None:
+def echo_of(store: Store, messages: Sequence[Message], session: str | None = None) -> EchoedTurn | None:
     """The stored conversation that a request continues."""
     with store.snapshot() as stored:
         return stored.echoed(messages, session)
@@ -118,7 +118,7 @@ def resume(
     session: str | None = None,
     *,
     skip: Collection[int] = (),
-) -> tuple[Found | None, Line, str | None]:
+) -> tuple[StoredCheckpoint | None, Line, str | None]:
     """The deepest checkpoint for a prompt, with all ids that are to be fed after it."""
     with store.snapshot() as stored:
         return stored.resume(scope, ids, stem, session, skip=skip)
@@ -137,7 +137,7 @@ def plain(turn: NewTurn) -> dict[str, Any]:
 
 def find(
     store: Store, scope: Scope, ids: Sequence[int] | Ids, session: str | None = None, *, skip: Collection[int] = ()
-) -> Found | None:
+) -> StoredCheckpoint | None:
     """The deepest checkpoint for a prompt of these ids."""
     return resume(store, scope, Line.of(ids), None, session, skip=skip)[0]
 
@@ -170,7 +170,7 @@ class Chat:
         self.ends: dict[str, tuple[int | None, Ids]] = {}  # turn -> its checkpoint, all ids fed
         self.clock = START
 
-    def encode(self, checkpoint: NewCheckpoint) -> Encoded:
+    def encode(self, checkpoint: NewCheckpoint) -> EncodedCheckpoint:
         done = encode(checkpoint, scope=self.scope, producer=PRODUCER, spec=self.spec)
         assert not checkpoint.ids.start, "all ids are at hand here"
         FED[done.key] = checkpoint.ids.own
@@ -209,7 +209,7 @@ class Chat:
 
     def say(
         self, turn: str, parent: str | None, text: str, reply: str, *, system: str | None = None, tokens: int = 12
-    ) -> Committed:
+    ) -> CommitResult:
         messages = [*([Message("system", system)] if system is not None else []), user(text)]
         new, checkpoints = self.make(turn, parent, messages, reply, tokens)
         done = self.store.commit([new], [self.encode(c) for c in checkpoints], session=self.info)

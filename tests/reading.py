@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.formats import Format
-from ssmd.text.calls.parts import Arguments, Begun, Ended, Part, Said, Thought
+from ssmd.text.calls.parts import CallArguments, CallEnd, CallStart, Part, ReasoningPart, TextPart
 
 TOOLS = ("f", "g", "get_weather")
 
@@ -26,16 +26,16 @@ class Read:
     def take(self, parts: Iterable[Part]) -> None:
         for part in parts:
             kind = type(part).__name__
-            if isinstance(part, Said):
+            if isinstance(part, TextPart):
                 self.said += part.text
-            elif isinstance(part, Thought):
+            elif isinstance(part, ReasoningPart):
                 self.thought += part.text
-            elif isinstance(part, Begun):
+            elif isinstance(part, CallStart):
                 self.calls.append((part.name, "", None))
                 self._arguments = []
-            elif isinstance(part, Arguments):
+            elif isinstance(part, CallArguments):
                 self._arguments.append(part.text)
-            elif isinstance(part, Ended):
+            elif isinstance(part, CallEnd):
                 self.calls[-1] = (self.calls[-1][0], "".join(self._arguments), part.whole)
             if self.order[-1:] != [kind]:
                 self.order.append(kind)

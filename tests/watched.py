@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ssmd import __version__
-from ssmd_tray.watching import Paces, Sight, Watch
+from ssmd_tray.watching import Observation, Paces, Watch
 
 QUICK = Paces(
     generating=0.05,
@@ -62,11 +62,11 @@ class Seen:
     """The sights of a watch, in order."""
 
     def __init__(self, data_dir: Path, paces: Paces = QUICK) -> None:
-        self.sights: list[Sight] = []
+        self.sights: list[Observation] = []
         self._lock = threading.Lock()
         self.watch = Watch(data_dir, self._saw, paces)
 
-    def _saw(self, sight: Sight) -> None:
+    def _saw(self, sight: Observation) -> None:
         with self._lock:
             self.sights.append(sight)
 
@@ -77,7 +77,7 @@ class Seen:
     def __exit__(self, *_: object) -> None:
         self.watch.stop()
 
-    def wait(self, condition: Callable[[Sight], bool], within_s: float = 20) -> Sight:
+    def wait(self, condition: Callable[[Observation], bool], within_s: float = 20) -> Observation:
         """The next sight of that kind, of those that come from now on or was last."""
         begin = max(0, len(self.sights) - 1)
         deadline = time.monotonic() + within_s
@@ -89,6 +89,6 @@ class Seen:
             time.sleep(0.01)
 
 
-def short(sight: Sight) -> Mapping[str, Any]:
+def short(sight: Observation) -> Mapping[str, Any]:
     state = None if sight.found is None else sight.found.get("state")
     return {"state": state, "problem": sight.problem, "how": sight.how}

@@ -20,7 +20,7 @@ class Outcome:
     failed: bool
 
 
-class Doing:
+class ActionRunner:
     """A runner of actions, each in a thread, which reports its result there."""
 
     def __init__(self, told: Callable[[Outcome], None]) -> None:

@@ -11,7 +11,7 @@ from ssmd.daemon import said
 from ssmd.daemon.discovery import Address
 from ssmd_tray.history import History, Point
 from ssmd_tray.view import MOST_ROWS, Icon, Model, Quantity, Request, View, plain
-from ssmd_tray.watching import Sight
+from ssmd_tray.watching import Observation
 
 _AT_WORK = ("restoring", "prefill", "decode")
 _MINUTES = "in the last five minutes"
@@ -25,7 +25,7 @@ _REASONS = {  # docs/http-daemon.md, Health
 }
 
 
-class Seeing:
+class ViewBuilder:
     """The converter, which keeps the lines of the last minutes for views. clock: seconds since 1970."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -33,7 +33,7 @@ class Seeing:
         self._ttft, self._tbt = History(), History()
         self._of: tuple[int, float] | None = None  # process and start of the daemon that counts
 
-    def view(self, sight: Sight) -> View:
+    def view(self, sight: Observation) -> View:
         """Return the view of a sight. Never raises, for any answer of the daemon."""
         found = sight.found
         if found is not None and sight.address is not None:
@@ -78,7 +78,7 @@ class Seeing:
         self._tbt.add(said.of(found, "tbt_ms"), at)
 
 
-def _headline(sight: Sight) -> tuple[Icon, str]:
+def _headline(sight: Observation) -> tuple[Icon, str]:
     """Return the icon's state, and the daemon's state in a few words."""
     found = sight.found
     if found is None:
@@ -110,7 +110,7 @@ def _with(doing: str, what: str | None) -> str:
     return plain(f"{doing}: {what}" if what else doing)
 
 
-def _daemon(sight: Sight, now: float) -> str:
+def _daemon(sight: Observation, now: float) -> str:
     """Return a line with the daemon's process, address and uptime."""
     if sight.address is None:
         return f"process {sight.process}" if sight.process else ""
@@ -121,7 +121,7 @@ def _daemon(sight: Sight, now: float) -> str:
     return plain(f"ssmd {one.version} at {one.place}, process {one.pid}, for {since}{resident}")
 
 
-def _notice(sight: Sight) -> str:
+def _notice(sight: Observation) -> str:
     if sight.found is None:
         return plain(sight.problem, 400)
     told = []

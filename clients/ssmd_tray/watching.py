@@ -40,7 +40,7 @@ class Paces:
 
 
 @dataclass(frozen=True)
-class Sight:
+class Observation:
     """The daemon's state at a moment. found: its metrics; None: it is away, and `problem` says why.
 
     at: seconds of the monotonic clock. process: id of the process that uses the data directory, or None. how: "stream",
@@ -58,7 +58,7 @@ class Sight:
 class Watch:
     """A watcher that follows the daemon of a data directory in a thread, and reports each sight there."""
 
-    def __init__(self, data_dir: Path, saw: Callable[[Sight], None], paces: Paces | None = None) -> None:
+    def __init__(self, data_dir: Path, saw: Callable[[Observation], None], paces: Paces | None = None) -> None:
         self._data_dir = data_dir
         self._saw = saw
         self._paces = Paces() if paces is None else paces
@@ -94,7 +94,7 @@ class Watch:
             try:
                 seen = self._round()
             except DaemonError as err:
-                seen = Sight(time.monotonic(), problem=str(err))
+                seen = Observation(time.monotonic(), problem=str(err))
             if seen is not None and not self._ended:
                 self._saw(seen)
             if time.monotonic() - begin > self._paces.away:  # it was there for a while
@@ -104,15 +104,15 @@ class Watch:
             self._sleep(self._backoff_s)
             self._backoff_s = min(2 * self._backoff_s, self._paces.away_most)
 
-    def _round(self) -> Sight | None:
+    def _round(self) -> Observation | None:
         """Follow the daemon while it is there; then why it is not. Raises DaemonError if it cannot be looked for."""
         address = discovery.find(self._data_dir)
         if address is None:
             process = discovery.running(self._data_dir)
             if process is None:
-                return Sight(time.monotonic(), problem=f"no daemon runs on {self._data_dir}")
+                return Observation(time.monotonic(), problem=f"no daemon runs on {self._data_dir}")
             self._backoff_s = self._paces.away  # it will be there soon
-            return Sight(time.monotonic(), process=process, problem="a daemon starts, ends, or repairs")
+            return Observation(time.monotonic(), process=process, problem="a daemon starts, ends, or repairs")
         client = Client(address, self._paces.answer)
         try:
             if self._polled is None or self._polled[0] != address or time.monotonic() > self._polled[1]:
@@ -122,13 +122,13 @@ class Watch:
         except DaemonError as err:
             with contextlib.suppress(DaemonError):
                 if discovery.find(self._data_dir) is None:
-                    return Sight(time.monotonic(), problem=f"the daemon, process {address.pid}, has gone")
-            return Sight(time.monotonic(), None, address, address.pid, str(err))
+                    return Observation(time.monotonic(), problem=f"the daemon, process {address.pid}, has gone")
+            return Observation(time.monotonic(), None, address, address.pid, str(err))
         return None
 
     def _follow(self, client: Client) -> None:
         """Report the stream's events until it ends. Raises DaemonError if neither it nor the daemon answers."""
-        reading = _Reading(client.stream(STREAM + _A_SECOND), self._changed, self._paces.events)
+        reading = _StreamReader(client.stream(STREAM + _A_SECOND), self._changed, self._paces.events)
         with self._changed:
             self._events = reading.events
         came = False
@@ -177,7 +177,7 @@ class Watch:
     def _tell(self, found: Mapping[str, Any], client: Client, how: str) -> None:
         self._backoff_s = self._paces.away
         if not self._ended:
-            self._saw(Sight(time.monotonic(), found, client.address, client.address.pid, "", how))
+            self._saw(Observation(time.monotonic(), found, client.address, client.address.pid, "", how))
 
     def _sleep(self, seconds: float) -> None:
         with self._changed:
@@ -187,7 +187,7 @@ class Watch:
             self._called = False
 
 
-class _Reading:
+class _StreamReader:
     """A stream that is read in a thread of its own, of which the youngest event counts."""
 
     def __init__(self, events: Events, changed: threading.Condition, between_s: float) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ssmd.model.artifact import Artifact
-from ssmd.runtime.execution import execute, shown, told
+from ssmd.runtime.execution import execute, result_line, told
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.protocol import RuntimeUnavailable
 from ssmd_coreml import library
@@ -100,7 +100,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     ane = found["ane"]
     made.append(f"  Neural Engine: {ane if isinstance(ane, str) else '; '.join(ane or ['not known'])}")
     for unit, seen in found.get("executed", {}).items():
-        made.append(shown(unit, seen))
+        made.append(result_line(unit, seen))
         for name, counts in seen.get("placement", {}).items():
             made.append(f"    {name}: " + ", ".join(f"{n} operations on {where}" for where, n in counts.items()))
     return made

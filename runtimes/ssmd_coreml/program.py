@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.model.state import Part, State
-from ssmd.runtime.checked import CheckedProgram, Held
+from ssmd.runtime.checked import CheckedHandle, CheckedProgram
 from ssmd.runtime.hoststate.graph import Array, GraphError
 from ssmd.runtime.hoststate.signatures import signature_name
 from ssmd.runtime.protocol import Logits, StateLost
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class _Handle(Held):
+class _Handle(CheckedHandle):
     """A handle. `staged`: the stacks of a state that comes in parts, until it is whole."""
 
     state: StateStore | None = None

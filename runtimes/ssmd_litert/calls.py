@@ -65,7 +65,7 @@ class LibraryCall:
 
 
 @dataclass(frozen=True)
-class Bound:
+class LaneBinding:
     """A lane's own tensors: pointers to buffers, in the order of the lanes' places, and sizes."""
 
     inputs: NDArray[np.uint64]
@@ -104,7 +104,7 @@ class LanesCall(LibraryCall):
         self._open = [i for i, n in enumerate(self._names[0]) if known.nominal in known.inputs[of_lane(n, 0)].shape]
         self._known, self._resized = known, False
 
-    def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Bound:
+    def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> LaneBinding:
         """Bind a lane to these arrays, by the states' names. Raises GraphError."""
         for names, arrays, tensors in (
             (self._names[0], inputs, self._known.inputs),
@@ -116,9 +116,9 @@ class LanesCall(LibraryCall):
             return np.array([self._graph.buffer(arrays[n]).value for n in names], np.uint64)
 
         shapes = tuple(inputs[self._names[0][i]].shape for i in self._open)
-        return Bound(pointers(self._names[0], inputs), pointers(self._names[1], outputs), shapes)
+        return LaneBinding(pointers(self._names[0], inputs), pointers(self._names[1], outputs), shapes)
 
-    def put(self, lane: int, bound: Bound) -> None:
+    def put(self, lane: int, bound: LaneBinding) -> None:
         """Have a lane read and write this from the next run on."""
         for table, places, pointers in zip(self._tables, self._places, (bound.inputs, bound.outputs), strict=True):
             table[places[lane]] = pointers

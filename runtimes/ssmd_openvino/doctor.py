@@ -22,7 +22,7 @@ from ssmd.machine.processor import cpu_name
 from ssmd.machine.size import show_size
 from ssmd.machine.threads import default_threads
 from ssmd.model.artifact import Artifact
-from ssmd.runtime.execution import execute, shown, told
+from ssmd.runtime.execution import execute, result_line, told
 from ssmd_openvino import library
 from ssmd_openvino.runtime import PLUGINS, WEIGHTS, OpenVINORuntime, compiler_of, ways
 
@@ -109,7 +109,7 @@ def _measure(
             said = one.get("problem") or f"compiled in {one['compile_s']:.1f} s, {show_size(one['blob_bytes'] or 0)}"
             say(f"  {model.removesuffix('.xml')}: {said}")
         seen["executed"] = told(COMMAND, "execute", device, way, str(artifact.path))
-        say(shown(device, seen["executed"]))
+        say(result_line(device, seen["executed"]))
 
 
 def _fine(found: dict[str, Any]) -> bool:

@@ -114,7 +114,7 @@ class OpenVINOLanes(LanesGraph):
 
 
 @dataclass(frozen=True)
-class Bound:
+class LaneBinding:
     """A lane's own tensors, by the states' names."""
 
     inputs: Mapping[str, Any]
@@ -145,12 +145,12 @@ class OpenVINOLanesCall(OpenVINOCall):
         for name, tensor in self._bound(outputs, written).items():
             request.set_output_tensor(self._places[1][name], tensor)
 
-    def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Bound:
+    def bound(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> LaneBinding:
         """Bind a lane to these arrays, by the states' names. Raises GraphError."""
         read = self._bound({name: self._inputs[of_lane(name, 0)] for name in inputs}, inputs)
-        return Bound(read, self._bound({name: self._outputs[of_lane(name, 0)] for name in outputs}, outputs))
+        return LaneBinding(read, self._bound({name: self._outputs[of_lane(name, 0)] for name in outputs}, outputs))
 
-    def put(self, lane: int, bound: Bound) -> None:
+    def put(self, lane: int, bound: LaneBinding) -> None:
         """Have a lane read and write this from the next run on."""
         for name, tensor in bound.inputs.items():
             self._request.set_input_tensor(self._places[0][of_lane(name, lane)], tensor)

@@ -62,7 +62,7 @@ _TEMPLATES = Environment(
 
 
 @dataclass(frozen=True)
-class Found:
+class GpuAdapter:
     """An adapter of the system. name: its name for --device."""
 
     name: str
@@ -107,7 +107,7 @@ class Found:
             raise RuntimeUnavailable(str(err).strip()) from err
 
 
-def adapters() -> list[Found]:
+def adapters() -> list[GpuAdapter]:
     """List the adapters here, best first: real GPUs before software, the system's own interface before OpenGL."""
     listed = []
     for adapter in library.wgpu().gpu.enumerate_adapters_sync():
@@ -121,7 +121,7 @@ def adapters() -> list[Found]:
     made = []
     for backend, kind, adapter in listed:
         number = named[backend] = named.get(backend, 0) + 1
-        made.append(Found(backend if number == 1 else f"{backend}.{number}", backend, kind, adapter))
+        made.append(GpuAdapter(backend if number == 1 else f"{backend}.{number}", backend, kind, adapter))
     return made
 
 
@@ -146,7 +146,7 @@ def no_adapter(platform: str) -> str:
     )
 
 
-def choose(name: str | None) -> Found:
+def choose_adapter(name: str | None) -> GpuAdapter:
     """Choose the adapter of that name, or the best one. Raises RuntimeUnavailable, which lists the adapters."""
     found = adapters()
     if not found:
@@ -189,7 +189,7 @@ class Kernel:
 class Gpu:
     """An opened device. Everything raises GraphError with wgpu's own words where it refuses."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: GpuAdapter) -> None:
         self.found = found
         self.limits = {name: found.adapter.limits[name] for name in LIMITS}
         try:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ssmd.model.state import State, StateSpec
-from ssmd.runtime.checked import Held
+from ssmd.runtime.checked import CheckedHandle
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.slots import RESIDENT, Slot
 
 
 @dataclass(eq=False, slots=True)
-class Handled(Held):
+class WgpuHandle(CheckedHandle):
     """A handle. With a slot, it is on the device; with `away`, its state is in host memory; with neither, it was
     released or lost.
     """
@@ -30,15 +30,15 @@ class Handles:
     def __init__(self, spec: StateSpec) -> None:
         self._spec = spec
         self.resident = RESIDENT
-        self.live: OrderedDict[Handled, None] = OrderedDict()  # those on the device, the one used last is the last
+        self.live: OrderedDict[WgpuHandle, None] = OrderedDict()  # those on the device, the one used last is the last
 
-    def new(self, model: Model, program: object, tokens: int, keep: Handled | None = None) -> Handled:
+    def new(self, model: Model, program: object, tokens: int, keep: WgpuHandle | None = None) -> WgpuHandle:
         """Make a handle with room for `tokens` tokens. `keep` stays on the device."""
-        handle = Handled(program, self._new_slot(model, tokens, keep))
+        handle = WgpuHandle(program, self._new_slot(model, tokens, keep))
         self.live[handle] = None
         return handle
 
-    def at_hand(self, model: Model, handle: Handled, more: int) -> Slot:
+    def at_hand(self, model: Model, handle: WgpuHandle, more: int) -> Slot:
         """Return the handle's slot, copied back to the device if needed, with room for `more` tokens."""
         if handle.slot is None:
             assert handle.away is not None
@@ -50,7 +50,7 @@ class Handles:
         self._reserve(model, handle.slot, handle.position + more, handle)
         return handle.slot
 
-    def release(self, model: Model | None, handle: Handled) -> None:
+    def release(self, model: Model | None, handle: WgpuHandle) -> None:
         """Free a handle. `model`: where its slot is, if that is still there."""
         self.live.pop(handle, None)
         slot, handle.slot, handle.away = handle.slot, None, None
@@ -63,7 +63,7 @@ class Handles:
             handle.slot, handle.lost = None, True
         self.live.clear()
 
-    def read(self, model: Model, handle: Handled, since: int) -> State:
+    def read(self, model: Model, handle: WgpuHandle, since: int) -> State:
         """Read a canonical copy of the state with the rows from `since` on."""
         position = handle.position
         if handle.away is not None:
@@ -90,7 +90,7 @@ class Handles:
         rows = {t.name: state.tensors[t.name] for t in self._spec.rows}
         model.slots.write(slot, 0, state.position, rows)
 
-    def _new_slot(self, model: Model, tokens: int, keep: Handled | None) -> Slot:
+    def _new_slot(self, model: Model, tokens: int, keep: WgpuHandle | None) -> Slot:
         while len(self.live) >= self.resident and self._send_away(model, keep):
             pass
         while True:
@@ -107,7 +107,7 @@ class Handles:
             raise
         return slot
 
-    def _reserve(self, model: Model, slot: Slot, tokens: int, keep: Handled | None) -> None:
+    def _reserve(self, model: Model, slot: Slot, tokens: int, keep: WgpuHandle | None) -> None:
         while True:
             try:
                 model.slots.reserve(slot, tokens)
@@ -116,7 +116,7 @@ class Handles:
                 if not self._send_away(model, keep):
                     raise
 
-    def _send_away(self, model: Model, keep: Handled | None) -> bool:
+    def _send_away(self, model: Model, keep: WgpuHandle | None) -> bool:
         """Move the least recently used whole handle off the device. Returns False if there is none."""
         for handle in self.live:
             if handle.missing is None and handle is not keep and handle.slot is not None:

@@ -13,7 +13,7 @@ from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import MOST_SLICES, MOST_SUMS, Tiling
 from ssmd_wgpu.recorder import Dispatch, Region
-from ssmd_wgpu.resident import Resident
+from ssmd_wgpu.resident import DeviceWeights
 from ssmd_wgpu.slots import STREAMS, Slots
 from ssmd_wgpu.ssd import CHUNK
 
@@ -29,7 +29,7 @@ class Model:
         self._half = half
         self._chunked = tiling.chunked and most_tokens > CHUNK
         self.slots = Slots(gpu, plan.spec("float16" if half else "float32"), most_tokens, plan.context)
-        self._weights = Resident(gpu, plan, weights)
+        self._weights = DeviceWeights(gpu, plan, weights)
         self._stride = -(-4 * plan.vocabulary // ALIGNMENT) * ALIGNMENT // 4  # values, of a stream
         self._logits = gpu.region(4 * STREAMS * self._stride)
         self._buffers = self._make_buffers()

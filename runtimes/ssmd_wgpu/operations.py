@@ -19,7 +19,7 @@ from ssmd_wgpu.pack import VALUES
 from ssmd_wgpu.plan import PackedPlan
 from ssmd_wgpu.products import Products, Slices, Tiling
 from ssmd_wgpu.recorder import Region
-from ssmd_wgpu.resident import Resident
+from ssmd_wgpu.resident import DeviceWeights
 from ssmd_wgpu.slots import CONTROL, Slots
 from ssmd_wgpu.ssd import recurrence
 
@@ -36,7 +36,7 @@ class Operations:
         self,
         gpu: Gpu,
         plan: PackedPlan,
-        weights: Resident,
+        weights: DeviceWeights,
         buffers: Mapping[str, Region],
         half: bool,
         tiling: Tiling,

@@ -12,7 +12,7 @@ from ssmd_wgpu.device import Gpu, shader
 from ssmd_wgpu.op import Op, f32, operation
 from ssmd_wgpu.pack import VALUES, Format, nbytes
 from ssmd_wgpu.recorder import Region
-from ssmd_wgpu.resident import Part, Placed, Vectors
+from ssmd_wgpu.resident import DeviceMatrix, Part, Vectors
 from ssmd_wgpu.ssd import spread
 
 SLICE = 32  # columns of a slice, at least
@@ -62,7 +62,7 @@ class Tiling:
         own = f", shapes {shapes}" if shapes else ""
         return f"{matvec}, {self.tile}/{self.quads}{'c' if self.chunked else ''}{own}"
 
-    def of(self, m: Placed) -> Tiling:
+    def of(self, m: DeviceMatrix) -> Tiling:
         """Return the tiling of products with this matrix."""
         own = dict(self.shapes).get(shape(m.rows, m.columns, m.fmt))
         return self if own is None else self.having(own)
@@ -87,7 +87,7 @@ class Slices:
 
 
 @dataclass(frozen=True)
-class Spread:
+class SpreadProduct:
     """A kernel's continuation with a product x += V v, a slice of v to a workgroup (shaders/spread.wgsl)."""
 
     slices: Slices
@@ -95,7 +95,7 @@ class Spread:
     regions: dict[str, Region | None]
 
 
-def slices_of(m: Placed, width: int = 0) -> Slices | None:
+def slices_of(m: DeviceMatrix, width: int = 0) -> Slices | None:
     """Return the slices of a matrix, of `width` columns if given; None if they do not fit or are too many sums.
 
     A slice has at least two blocks of int4: a compiler might contract a single product with its scale and the addition
@@ -134,7 +134,7 @@ class Products:
     def __init__(
         self,
         gpu: Gpu,
-        matrices: Mapping[str, Placed],
+        matrices: Mapping[str, DeviceMatrix],
         parts: Mapping[str, Vectors],
         buffers: Mapping[str, Region],
         eps: float,
@@ -242,7 +242,7 @@ class Products:
 
     def spread(
         self, name: str, part: str, cut: Slices | None, bindings: int, eps: float | None = None
-    ) -> Spread | None:
+    ) -> SpreadProduct | None:
         """Return a kernel's continuation with a product, or None. bindings: the kernel's. eps: of a norm before it."""
         m = self._matrices[name]
         if cut is None or not self.goes_on(bindings) or len(m.parts) > 1:
@@ -256,7 +256,7 @@ class Products:
             "v_eps": None if eps is None else f32(eps),
         }
         regions = {"V": m.parts[0].values, "T": m.parts[0].scales, "X": self._buffers["x"]}
-        return Spread(cut, sizes, {**regions, "SUMS": self._buffers["sums"], "COUNT": self._buffers["count"]})
+        return SpreadProduct(cut, sizes, {**regions, "SUMS": self._buffers["sums"], "COUNT": self._buffers["count"]})
 
     def mlp(self, into: str, down: str, part: str, gain: int, end: str, cut: Slices | None) -> Op | None:
         """Return a whole MLP as one kernel; None if that is not possible."""

@@ -19,7 +19,7 @@ from ssmd.model.state import Part, State
 from ssmd.runtime.checked import CheckedProgram
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.protocol import Logits, RuntimeUnavailable, StateLost
-from ssmd_wgpu.handles import Handled, Handles
+from ssmd_wgpu.handles import Handles, WgpuHandle
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.slots import STREAMS
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 64  # dispatches of a prefill that are submitted together
 
 
-class WgpuProgram(CheckedProgram[Handled]):
+class WgpuProgram(CheckedProgram[WgpuHandle]):
     """A loaded artifact on a GPU, as a Program."""
 
     wide = True  # attention reads rows of the cache alone, 64 at a time; Mamba-2's chunks are 32 tokens of the call
@@ -50,11 +50,11 @@ class WgpuProgram(CheckedProgram[Handled]):
 
     # steps of the contract
 
-    def _new(self, tokens: int) -> Handled:
+    def _new(self, tokens: int) -> WgpuHandle:
         with self._device() as model:
             return self.handles.new(model, self, tokens)
 
-    def _prefill(self, handle: Handled, ids: NDArray[np.int32]) -> Logits:
+    def _prefill(self, handle: WgpuHandle, ids: NDArray[np.int32]) -> Logits:
         with self._device() as model:
             slot = self.handles.at_hand(model, handle, len(ids))
             model.slots.feed([slot], [handle.position], ids)
@@ -70,7 +70,7 @@ class WgpuProgram(CheckedProgram[Handled]):
         handle.position += len(ids)
         return row.view(np.float32)
 
-    def _decode(self, handles: Sequence[Handled], ids: NDArray[np.int32], logits: Logits) -> None:
+    def _decode(self, handles: Sequence[WgpuHandle], ids: NDArray[np.int32], logits: Logits) -> None:
         first = 0
         while first < len(handles):
             with self._device() as model:
@@ -79,7 +79,7 @@ class WgpuProgram(CheckedProgram[Handled]):
                 self._step(model, handles[part], ids[part], logits[part])
             first = part.stop
 
-    def _step(self, model: Model, handles: Sequence[Handled], ids: NDArray[np.int32], logits: Logits) -> None:
+    def _step(self, model: Model, handles: Sequence[WgpuHandle], ids: NDArray[np.int32], logits: Logits) -> None:
         slots = [self.handles.at_hand(model, handle, 1) for handle in handles]
         if any(handle.slot is not slot for handle, slot in zip(handles, slots, strict=True)):
             half = len(handles) // 2  # one took another's memory
@@ -94,11 +94,11 @@ class WgpuProgram(CheckedProgram[Handled]):
         for handle in handles:
             handle.position += 1
 
-    def _save(self, handle: Handled, since: int) -> State:
+    def _save(self, handle: WgpuHandle, since: int) -> State:
         with self._device() as model:
             return self.handles.read(model, handle, since)
 
-    def _fill(self, handle: Handled, recurrent: Mapping[str, NDArray[Any]], rows: Part | None) -> None:
+    def _fill(self, handle: WgpuHandle, recurrent: Mapping[str, NDArray[Any]], rows: Part | None) -> None:
         slot = handle.slot
         assert slot is not None  # a handle that is not whole is never sent away
         with self._device() as model:
@@ -109,7 +109,7 @@ class WgpuProgram(CheckedProgram[Handled]):
             if rows is not None:
                 model.slots.write(slot, rows.first, rows.last, rows.tensors)
 
-    def _clone(self, handle: Handled) -> Handled:
+    def _clone(self, handle: WgpuHandle) -> WgpuHandle:
         with self._device() as model:
             slot = self.handles.at_hand(model, handle, 0)
             twin = self.handles.new(model, self, handle.position, keep=handle)
@@ -117,7 +117,7 @@ class WgpuProgram(CheckedProgram[Handled]):
             model.slots.copy(slot, twin.slot, handle.position)
         return twin
 
-    def _release(self, handle: Handled) -> None:
+    def _release(self, handle: WgpuHandle) -> None:
         self.handles.release(self._loaded, handle)
 
     def _close(self) -> None:

@@ -30,7 +30,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Placed:
+class DeviceMatrix:
     """A matrix (rows, columns) on the device."""
 
     rows: int
@@ -57,7 +57,7 @@ class Vectors:
     at: Mapping[str, int]
 
 
-class Resident:
+class DeviceWeights:
     """The weights of a plan. Vectors by the part of the model that reads them: "", "layer3_mixer0", "layer3_mlp"."""
 
     def __init__(self, gpu: Gpu, plan: PackedPlan, weights: Weights) -> None:
@@ -85,7 +85,7 @@ class Resident:
                 drop_pages(raw[at : at + PIECE_BYTES])
         self._uploads.clear()
 
-    def _place(self, name: str, weights: Weights) -> Placed:
+    def _place(self, name: str, weights: Weights) -> DeviceMatrix:
         m = weights.matrices[name]
         width = 16 * m.blocks
         most = self._gpu.binding_bytes // width
@@ -98,7 +98,7 @@ class Resident:
             last = min(m.rows, first + most)
             scales = None if m.scales is None else self._region(m.scales[first:last])
             parts.append(Part(self._region(m.values[first:last]), scales, first, last - first))
-        return Placed(m.rows, m.columns, m.fmt, tuple(parts))
+        return DeviceMatrix(m.rows, m.columns, m.fmt, tuple(parts))
 
     def _pack_vectors(
         self, plan: PackedPlan, vectors: Mapping[str, NDArray[np.float32]]

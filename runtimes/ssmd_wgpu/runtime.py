@@ -8,7 +8,7 @@ from ssmd.model.state import StateError
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.protocol import Device, ProgramError, check_threads
 from ssmd_wgpu import library
-from ssmd_wgpu.device import Gpu, choose, devices
+from ssmd_wgpu.device import Gpu, choose_adapter, devices
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.pack import FILE as WEIGHTS
 from ssmd_wgpu.pack import VALUES, Format, Weights
@@ -65,7 +65,7 @@ class WgpuRuntime:
         known: Format = fmt
 
         def model() -> Model:
-            gpu = Gpu(choose(device))
+            gpu = Gpu(choose_adapter(device))
             weights = Weights(artifact.file(WEIGHTS), parameters)
             tuning = tuned(gpu, plan, known, manifest.build)
             made = Model(gpu, plan, weights, manifest.buckets[-1], half, tuning.simplified)

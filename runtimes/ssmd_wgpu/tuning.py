@@ -40,7 +40,7 @@ from ssmd_wgpu.products import (
     slices_of,
 )
 from ssmd_wgpu.recorder import Dispatch, Region, dispatch
-from ssmd_wgpu.resident import Part, Placed, Vectors
+from ssmd_wgpu.resident import DeviceMatrix, Part, Vectors
 from ssmd_wgpu.ssd import CHUNK, recurrence, spread
 
 log = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class _Bench:
             if w.rows < shape_[0]:
                 return 0.0, np.empty(0, np.float32)  # larger than the pool: no kernel that small workgroups share
             values, scales = w.regions(0)
-            placed[to + name] = Placed(*shape_, fmt, (Part(values, scales, 0, shape_[0]),))
+            placed[to + name] = DeviceMatrix(*shape_, fmt, (Part(values, scales, 0, shape_[0]),))
         x = np.random.default_rng(1).standard_normal(hidden).astype(np.float32)
         buffers = {"x": gpu.uploaded(x), "wide": gpu.region(4 * inner), "u": self.x}
         buffers |= {"sums": gpu.region(4 * (MOST_SUMS + 8 * MOST_SLICES)), "count": gpu.region(16)}
@@ -323,7 +323,7 @@ class _Shape:
     def matvecs(self, wanted: Sequence[tuple[int, int, bool, int]], streams: int = 1) -> dict[Any, float]:
         """Measure forms of a matvec that compute the same: seconds, in the order in which they are wanted."""
         gpu, made = self._bench.gpu, dict[Any, list[Dispatch]]()
-        cut = slices_of(Placed(self.rows, self._columns, self._fmt, ()))
+        cut = slices_of(DeviceMatrix(self.rows, self._columns, self._fmt, ()))
         unit = 1 if cut is None or self.rows != self._bench.plan.hidden else cut.unit
         expected: NDArray[np.float32] | None = None
         for threads, rows, subgroups, units in wanted:

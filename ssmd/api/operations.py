@@ -101,7 +101,7 @@ MESSAGES: Schema = {
 
 
 @dataclass(frozen=True)
-class Taken:
+class RequestBody:
     """A body. shape: its model. refused: known fields that are not supported. more: schemas in place of the model's.
 
     lenient: unknown fields are ignored and named. optional: it may be left out.
@@ -127,7 +127,7 @@ class Operation:
     answer: type[BaseModel] | tuple[str, ...] = shapes.Rows
     also: tuple[str, ...] = ()  # media types beside JSON
     bad: Mapping[int, str] = field(default_factory=lambda: _EVERYWHERE)
-    body: Taken | None = None
+    body: RequestBody | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)
     open: bool = False  # it needs no key
 
@@ -145,13 +145,13 @@ _PROMPT: Schema = {
         {"type": "array", "items": _IDS, "minItems": 1, "maxItems": completions.MAX_PROMPTS},
     ]
 }
-_CHAT = Taken(
+_CHAT = RequestBody(
     chat_body.ChatBody,
     chat_body.NOT_BUILT,
     {"messages": MESSAGES, "tools": TOOLS, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
     lenient=True,
 )
-_COMPLETION = Taken(
+_COMPLETION = RequestBody(
     completions.CompletionBody,
     completions.REFUSED,
     {"prompt": _PROMPT, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
@@ -190,14 +190,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "llama.cpp",
         answer=shapes.Tokens,
         bad=_EVERYWHERE | _BODY | _GONE,
-        body=Taken(tokenize.TokenizeBody, lenient=True),
+        body=RequestBody(tokenize.TokenizeBody, lenient=True),
     ),
     ("POST", "/detokenize"): Operation(
         "Ids to text",
         "llama.cpp",
         answer=shapes.Content,
         bad=_EVERYWHERE | _BODY | _GONE,
-        body=Taken(tokenize.DetokenizeBody, lenient=True),
+        body=RequestBody(tokenize.DetokenizeBody, lenient=True),
     ),
     ("POST", "/apply-template"): Operation(
         "Messages to the prompt that the model reads",
@@ -210,7 +210,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "An answer under way, followed", "requests", answer=(EVENTS,), bad=_EVERYWHERE | _GONE
     ),
     ("POST", "/ssmd/v1/requests/{id}/stop"): Operation(
-        "End it", "requests", 202, answer=shapes.Stopped, bad=_EVERYWHERE | _GONE
+        "End it", "requests", 202, answer=shapes.StoppedRequest, bad=_EVERYWHERE | _GONE
     ),
     ("GET", "/ssmd/v1/models"): Operation("The installed models, loaded or not", "models"),
     ("PATCH", "/ssmd/v1/models/{model}"): Operation(
@@ -218,7 +218,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "models",
         answer=shapes.LoadedModel,
         bad=_EVERYWHERE | _BODY | _GONE,
-        body=Taken(models.Changes),
+        body=RequestBody(models.ModelChanges),
     ),
     ("POST", "/ssmd/v1/models/{model}/load"): Operation(
         "Load a model", "models", answer=shapes.LoadedModel, bad=_EVERYWHERE | _GONE
@@ -243,11 +243,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         },
     ),
     ("GET", "/ssmd/v1/runtimes"): Operation("The runtimes and devices that can be used", "daemon"),
-    ("POST", "/ssmd/v1/stop"): Operation("Stop the daemon, as SIGTERM does", "daemon", 202, answer=shapes.Ending),
+    ("POST", "/ssmd/v1/stop"): Operation("Stop the daemon, as SIGTERM does", "daemon", 202, answer=shapes.Shutdown),
     ("GET", "/ssmd/v1/catalog"): Operation("The models that can be pulled", "pulls"),
     ("GET", "/ssmd/v1/pulls"): Operation("The progress of all pulls", "pulls"),
     ("POST", "/ssmd/v1/pulls"): Operation(
-        "Pull a model", "pulls", 202, answer=shapes.Pull, bad=_EVERYWHERE | _BODY, body=Taken(pulls.Wanted)
+        "Pull a model", "pulls", 202, answer=shapes.Pull, bad=_EVERYWHERE | _BODY, body=RequestBody(pulls.PullBody)
     ),
     ("DELETE", "/ssmd/v1/pulls/{id}"): Operation("Cancel one", "pulls", answer=shapes.Pull, bad=_EVERYWHERE | _GONE),
     ("GET", "/ssmd/v1/sessions"): Operation(
@@ -275,9 +275,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "sessions",
         answer=shapes.Session,
         bad=_NO_STORE | _BODY,
-        body=Taken(sessions.Changes),
+        body=RequestBody(sessions.SessionChanges),
     ),
-    ("DELETE", _SESSION_ID): Operation("Remove it", "sessions", answer=shapes.Deleted, bad=_NO_STORE),
+    ("DELETE", _SESSION_ID): Operation("Remove it", "sessions", answer=shapes.DeletedSession, bad=_NO_STORE),
     ("GET", f"{_SESSION_ID}/export"): Operation(
         "Its file",
         "sessions",
@@ -291,11 +291,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         201,
         answer=shapes.Session,
         bad=_NO_STORE | _BODY,
-        body=Taken(sessions.ForkBody, optional=True),
+        body=RequestBody(sessions.ForkBody, optional=True),
     ),
     ("POST", keys.TICKETS): Operation("Make a ticket with a key's rights", "tickets", answer=shapes.Ticket),
     ("POST", keys.REDEEM): Operation(
-        "A key for a ticket", "tickets", answer=shapes.Key, bad=_OPEN | _BODY, body=Taken(tickets.Redeemed), open=True
+        "A key for a ticket",
+        "tickets",
+        answer=shapes.Key,
+        bad=_OPEN | _BODY,
+        body=RequestBody(tickets.RedeemBody),
+        open=True,
     ),
 }
 OPERATIONS["POST", _SESSION_ID] = OPERATIONS["PATCH", _SESSION_ID]

@@ -35,7 +35,7 @@ class Root(Shape):
     endpoints: list[str]
 
 
-class Cached(Shape):
+class PromptTokensDetails(Shape):
     cached_tokens: int
 
 
@@ -55,7 +55,7 @@ class Usage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: Cached
+    prompt_tokens_details: PromptTokensDetails
     ssmd: OwnUsage
 
 
@@ -194,13 +194,13 @@ class Sessions(Shape):
     has_more: bool
 
 
-class Deleted(Shape):
+class DeletedSession(Shape):
     id: str
     object: Literal["session.deleted"]
     deleted: Literal[True]
 
 
-class Stopped(Shape):
+class StoppedRequest(Shape):
     id: str
     object: Literal["request.stopped"]
 
@@ -221,5 +221,5 @@ class Key(Shape):
     expires_in: int
 
 
-class Ending(Shape):
+class Shutdown(Shape):
     status: Literal["shutting_down"]

@@ -12,7 +12,7 @@ from ssmd import __version__
 from ssmd.cli import options
 from ssmd.cli.output import USAGE, fail
 from ssmd.machine.duration import show_duration
-from ssmd.machine.spelling import did_you_mean, shown
+from ssmd.machine.spelling import did_you_mean, printable
 
 app = typer.Typer(help="The settings that count here.", no_args_is_help=True)
 MOST_WIDE = 40  # characters of a value up to which its column grows
@@ -52,7 +52,7 @@ def show(
     for name in names or []:
         if name not in Settings.model_fields:
             meant = did_you_mean(name, Settings.model_fields) or f"; there are: {', '.join(Settings.model_fields)}"
-            fail(f"there is no setting {shown(name)}{meant}", USAGE)
+            fail(f"there is no setting {printable(name)}{meant}", USAGE)
     rows = []
     for name, value in settings.model_dump(mode="json").items():
         if not names or name in names:
@@ -70,14 +70,14 @@ def show(
     width = max(len(name) for name, _, _ in lines)
     wide = min(MOST_WIDE, max(len(value) for _, value, _ in lines))
     for name, value, where in lines:
-        typer.echo(f"{name:<{width}}  {value:<{wide}}  {shown(where, MOST_CHARS)}")
+        typer.echo(f"{name:<{width}}  {value:<{wide}}  {printable(where, MOST_CHARS)}")
 
 
 def _written(row: dict[str, Any]) -> str:
     """Format a value as in the settings file; "-" for None, and a key is hidden."""
     if row["hidden"]:
         return "(set; not shown)"
-    return "-" if row["value"] is None else shown(json.dumps(row["value"], ensure_ascii=False), MOST_CHARS)
+    return "-" if row["value"] is None else printable(json.dumps(row["value"], ensure_ascii=False), MOST_CHARS)
 
 
 @app.command("path")

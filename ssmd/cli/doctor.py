@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssmd.cli import options
-from ssmd.machine.spelling import shown
+from ssmd.machine.spelling import printable
 
 if TYPE_CHECKING:
     from ssmd.config import Settings
     from ssmd.model.artifact import Manifest
-    from ssmd.runtime.devices import Found
+    from ssmd.runtime.devices import RuntimeStatus
 
 BUSY_MS = 2000  # longest wait for a daemon that writes
 
@@ -192,7 +192,7 @@ def _stored(data_dir: Path) -> tuple[int | None, str | None]:
         return None, str(err)
 
 
-def _models(folder: Path, runtimes: Mapping[str, Found]) -> dict[str, Any]:
+def _models(folder: Path, runtimes: Mapping[str, RuntimeStatus]) -> dict[str, Any]:
     """Describe the installed models, and why they cannot be served. `runtimes`: those found here, by name."""
     from ssmd.installed import ModelError, installed
     from ssmd.runtime.devices import why_not
@@ -282,7 +282,7 @@ def lines(found: dict[str, Any], *, verbose: bool = False) -> Iterator[str]:
 
 
 def _line(text: str) -> str:
-    return shown(" ".join(text.split()) if "\n" in text else text, MOST_CHARS)
+    return printable(" ".join(text.split()) if "\n" in text else text, MOST_CHARS)
 
 
 def _verdict(found: dict[str, Any], usable: list[dict[str, Any]], servable: list[dict[str, Any]]) -> str:

@@ -101,7 +101,7 @@ def verify(
     """
     import tempfile
 
-    from ssmd.machine.progress import shown
+    from ssmd.machine.progress import show_progress
     from ssmd.refit.catalog import SHIPPED, SUFFIX, verified
     from ssmd.refit.graphfile import StrippedGraph
     from ssmd.runtime.protocol import RuntimeUnavailable
@@ -114,7 +114,7 @@ def verify(
         graph = StrippedGraph.open(file)
         with tempfile.TemporaryDirectory(prefix="ssmd-") as scratch:
             try:
-                with shown(f"verify {file.name}"):
+                with show_progress(f"verify {file.name}"):
                     steps = verified(graph, Path(scratch) / "model")
             except RuntimeUnavailable as err:
                 typer.echo(f"{file.name:<{width}}  skipped: {err}")

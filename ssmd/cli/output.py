@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from ssmd.machine.spelling import shown
+from ssmd.machine.spelling import printable
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 MOST_CHARS = 4000  # characters of the error line: answers and files may contain anything
@@ -37,7 +37,7 @@ def plain_errors() -> Iterator[None]:
 
 def fail(message: str, code: int = FAILED) -> NoReturn:
     """End the command with one line, made safe for a terminal."""
-    typer.echo(f"error: {shown(' '.join(message.splitlines()), MOST_CHARS)}", err=True)
+    typer.echo(f"error: {printable(' '.join(message.splitlines()), MOST_CHARS)}", err=True)
     sys.exit(code)
 
 

@@ -115,7 +115,7 @@ def _pull(
     # before anything is fetched in vain
     ready = runtime in catalog.ELSEWHERE or _some_runtime(runtime or "auto")
     if name == smollm2.NAME and folder is None and to is None and not ready and runtime:
-        why = catalog.unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
+        why = catalog.why_runtime_unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
         fail(f"{why}; with PyTorch it can be built: ssmd build {name} --runtime {runtime}")
     with _source(name, revision, folder, to, settings, said, say) as path:
         known = said.get("path", path)
@@ -178,7 +178,7 @@ def _install(
         most, tiers = context, None if context is None else [context]
         make = partial(packer.build, source, out, name=name, tiers=tiers, replace=True, progress=say)
     else:
-        graph, why_not = catalog.choose(source.config, catalog.RUNTIMES if runtime == "auto" else [runtime])
+        graph, why_not = catalog.choose_graph(source.config, catalog.RUNTIMES if runtime == "auto" else [runtime])
         if graph is None:
             return None, why_not
         h = graph.header
@@ -311,7 +311,7 @@ def first_model(model: str | None, settings: Settings, *, yes: bool = False, ask
         return model  # the caller raises an error that lists the models
     if not _some_runtime(settings.runtime, settings.device or ("npu" if npu else None)):
         if npu:  # before anything is fetched
-            why = catalog.unusable("npu", settings.device or "npu")
+            why = catalog.why_runtime_unusable("npu", settings.device or "npu")
             fail(f"runtime npu: {why}; to run its artifacts on the processor add: --device cpu")
         return model
 
@@ -333,7 +333,7 @@ def _some_runtime(wanted: str, device: str | None = None) -> bool:
     packer = packer_of(wanted)
     names = catalog.RUNTIMES if wanted == "auto" else [wanted]
     device = device or ("cpu" if packer is None else packer.device_class)
-    if any((packer or name in catalog.CLASSES) and catalog.unusable(name, device) == "" for name in names):
+    if any((packer or name in catalog.CLASSES) and catalog.why_runtime_unusable(name, device) == "" for name in names):
         return True
     get_runtime(catalog.CLASSES.get(names[0], (names[0], ""))[0])
     return False

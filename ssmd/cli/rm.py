@@ -18,7 +18,7 @@ from ssmd.cli import completion, options
 from ssmd.cli.output import fail
 
 if TYPE_CHECKING:
-    from ssmd.installed import Installed
+    from ssmd.installed import InstalledModel
 
 
 def remove(
@@ -62,7 +62,7 @@ def remove(
     typer.echo(f"removed {model}, {show_size(sum(sizes))}; its conversations stay, for when it is installed again")
 
 
-def _found(model: str, models_dir: Path, runtime: str | None) -> Sequence[Installed]:
+def _found(model: str, models_dir: Path, runtime: str | None) -> Sequence[InstalledModel]:
     """Return the artifacts to remove, at least one. Raises ModelError."""
     from ssmd.installed import ModelError, named
     from ssmd.model.artifact import MANIFEST
@@ -82,7 +82,7 @@ def _found(model: str, models_dir: Path, runtime: str | None) -> Sequence[Instal
     return artifacts
 
 
-def _runtime(one: Installed) -> str:
+def _runtime(one: InstalledModel) -> str:
     """Return an artifact's runtime; taken from the folder's name if the manifest cannot be read."""
     return one.path.name.partition("-")[0] if one.manifest is None else one.manifest.runtime
 
@@ -107,7 +107,7 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _tell_of_daemon(data_dir: Path, found: Sequence[Installed]) -> None:
+def _tell_of_daemon(data_dir: Path, found: Sequence[InstalledModel]) -> None:
     """Print a note if the running daemon has one of them loaded. A daemon that does not answer is ignored."""
     from ssmd.cli.daemon import METRICS, reached
     from ssmd.daemon.discovery import DaemonError

@@ -16,7 +16,7 @@ from ssmd.cli.output import INTERRUPTED, USAGE, fail
 
 if TYPE_CHECKING:
     from ssmd.cli.chat.talk import Talk
-    from ssmd.cli.chat.terminal import Typed
+    from ssmd.cli.chat.terminal import MessageSource
     from ssmd.config import Settings
 
 MAX_STDIN_BYTES = 16 << 20  # limit on stdin: a context of a million tokens has some 5 MB
@@ -71,12 +71,12 @@ def run(
     from ssmd.cli.chat.loop import as_json as object_of
     from ssmd.cli.chat.loop import ended_by_signals, interruptible, notes, stats_line
     from ssmd.cli.chat.options import ChatOptions
-    from ssmd.cli.chat.peer import Wanted, reached
+    from ssmd.cli.chat.peer import PeerOptions, reached
     from ssmd.cli.chat.talk import Talk
     from ssmd.cli.chat.terminal import Screen, show_thinking
     from ssmd.config import Settings
     from ssmd.machine.size import show_size
-    from ssmd.machine.spelling import shown
+    from ssmd.machine.spelling import printable
 
     if no_store and (session is not None or last):
         fail(f"{'--continue' if last else '--session'} needs the store, --no-store leaves it out", USAGE)
@@ -113,9 +113,9 @@ def run(
             typer.echo(f"note: the prompt follows {amount} of stdin", err=True)
         prompt = "\n\n".join(part for part in (text.rstrip("\r\n"), prompt or "") if part.strip())
         if not prompt:
-            taken = "" if model is None else f" ({shown(model)!r} was taken for the model)"
+            taken = "" if model is None else f" ({printable(model)!r} was taken for the model)"
             fail(f"stdin is empty; give a prompt{taken}: ssmd run MODEL PROMPT", USAGE)
-    wanted = Wanted(model, runtime, device, threads, models_dir, keep=not no_store, yes=yes)
+    wanted = PeerOptions(model, runtime, device, threads, models_dir, keep=not no_store, yes=yes)
     with ended_by_signals(), reached(wanted, settings, session, last=last) as (daemon, named):
         talk = Talk(daemon, named, chosen, keep=not no_store, thinking=show_thinking)
         if last:
@@ -194,7 +194,7 @@ def _chat(talk: Talk, settings: Settings, stats: bool, as_json: bool) -> None:
     from ssmd.machine import modes
 
     with contextlib.ExitStack() as held:
-        typed: Typed = terminal.Lines()
+        typed: MessageSource = terminal.Lines()
         if modes.draws():
             history = None
             if talk.keep:

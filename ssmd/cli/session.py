@@ -17,8 +17,8 @@ from ssmd.cli.output import fail
 from ssmd.machine.spelling import json_text
 
 if TYPE_CHECKING:
-    from ssmd.sessions.fsck.repair import Checked
-    from ssmd.sessions.rows.retention import Collected
+    from ssmd.sessions.fsck.repair import CheckReport
+    from ssmd.sessions.rows.retention import CollectionResult
     from ssmd.sessions.store import Store
     from ssmd.sessions.turn import Session, Turn
     from ssmd.text.messages import Message
@@ -290,10 +290,10 @@ def collect(
     Old states are removed first, then those of the sessions used least recently; pinned sessions keep theirs.
     """
     from ssmd.config import Settings
-    from ssmd.machine.progress import shown
+    from ssmd.machine.progress import show_progress
 
     limit = Settings(data_dir=data_dir, quota=quota).quota
-    with open_store(data_dir) as store, shown("finding states to remove" if dry_run else "removing states"):
+    with open_store(data_dir) as store, show_progress("finding states to remove" if dry_run else "removing states"):
         done = store.collect(limit, dry_run=dry_run)
     over = max(0, done.left - limit)
     if as_json:
@@ -306,7 +306,7 @@ def collect(
         fail("the pinned sessions alone exceed the quota; unpin some (`ssmd session unpin ID`), or allow more")
 
 
-def _tell(done: Collected, limit: int, *, dry_run: bool) -> None:
+def _tell(done: CollectionResult, limit: int, *, dry_run: bool) -> None:
     from ssmd.machine.size import show_size
 
     would = "would be removed" if dry_run else "were removed"
@@ -362,7 +362,7 @@ def check(
         sys.exit(1)
 
 
-def _verdict(done: Checked) -> str:
+def _verdict(done: CheckReport) -> str:
     if not done.damages:
         return "all sound"
     if done.repaired:

@@ -15,9 +15,9 @@ from ssmd.cli.session import _size, open_store, read_session
 
 if TYPE_CHECKING:
     from ssmd.config import Settings
-    from ssmd.sessions.files.packing import Exported, States
+    from ssmd.sessions.files.packing import ExportResult, States
     from ssmd.sessions.files.rereading import Rereader
-    from ssmd.sessions.files.transfer import ImportResult, Local
+    from ssmd.sessions.files.transfer import ImportResult, LocalModel
     from ssmd.sessions.store import Store
     from ssmd.text.apart import Texts
 
@@ -82,11 +82,11 @@ def _targets(
 
 
 def _export_one(store: Store, session_id: str, file: Path, states: States, *, force: bool, as_json: bool) -> None:
-    from ssmd.machine.progress import shown
+    from ssmd.machine.progress import show_progress
     from ssmd.sessions.files.transfer import export_session
 
-    with shown(f"exporting {session_id}"):
-        done: Exported = export_session(store, session_id, file, force=force, states=states)
+    with show_progress(f"exporting {session_id}"):
+        done: ExportResult = export_session(store, session_id, file, force=force, states=states)
     if as_json:
         fields = {"file": str(file), "bytes": done.nbytes, "turns": done.turns, "states": done.checkpoints}
         typer.echo(json.dumps(fields | {"left_out": done.left_out}))
@@ -135,23 +135,25 @@ def import_(
         fail(f"{failed} of {len(files)} files were not imported")
 
 
-def _import_one(store: Store, file: Path, local: Mapping[str, Local], settings: Settings, reread: bool) -> ImportResult:
-    from ssmd.machine.progress import shown
+def _import_one(
+    store: Store, file: Path, local: Mapping[str, LocalModel], settings: Settings, reread: bool
+) -> ImportResult:
+    from ssmd.machine.progress import show_progress
     from ssmd.sessions.files.sessionfile import open_session_file
     from ssmd.sessions.files.transfer import import_session
 
     if not reread:
-        with shown(f"importing {file.name}"):
+        with show_progress(f"importing {file.name}"):
             return import_session(store, file, local=local or None)
-    with shown(f"checking {file.name}"), open_session_file(file) as reader:
+    with show_progress(f"checking {file.name}"), open_session_file(file) as reader:
         lineage = reader.document.session.lineage
     if lineage not in local:
-        with shown(f"importing {file.name}"):
+        with show_progress(f"importing {file.name}"):
             return import_session(store, file, local=local or None, believe=False)
-    with shown(f"loading {local[lineage].name}"):
+    with show_progress(f"loading {local[lineage].name}"):
         rereader, texts = _rereader(lineage, settings)
     try:
-        with shown(f"reading {file.name}"):
+        with show_progress(f"reading {file.name}"):
             return import_session(store, file, local=local, rereader=rereader)
     finally:
         texts.close()
@@ -205,9 +207,9 @@ def _json(done: ImportResult) -> str:
     return json.dumps(fields | {"bytes": done.nbytes, "model": done.model, "lineage": done.lineage})
 
 
-def _local_models(models_dir: Path) -> dict[str, Local]:
+def _local_models(models_dir: Path) -> dict[str, LocalModel]:
     from ssmd.installed import installed
-    from ssmd.sessions.files.transfer import Local
+    from ssmd.sessions.files.transfer import LocalModel
 
     manifests = [one.manifest for one in installed(models_dir) if one.manifest is not None]
-    return {m.lineage: Local(m.name, m.spec, m.vocabulary) for m in manifests}
+    return {m.lineage: LocalModel(m.name, m.spec, m.vocabulary) for m in manifests}

@@ -32,7 +32,9 @@ def usable(**flags: Any) -> tuple[Settings, str]:
     asked = {**file, **{name: value for name, value in told.items() if value}, **given}
     while True:
         try:
-            return _Told(**{name: value for name, value in asked.items() if name in Settings.model_fields}), problem
+            return _ArgumentSettings(
+                **{name: value for name, value in asked.items() if name in Settings.model_fields}
+            ), problem
         except SettingsError as err:
             if not (refused := err.names & asked.keys() - given.keys()):
                 raise
@@ -64,7 +66,7 @@ class _WithoutFile(Settings):
         return init_settings, env_settings
 
 
-class _Told(Settings):
+class _ArgumentSettings(Settings):
     """Settings of the given values alone, without the environment and the file."""
 
     @classmethod

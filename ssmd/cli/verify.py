@@ -26,7 +26,7 @@ def verify(
     """Replay an artifact's golden values and print the error of every step. Exit code 1 if it is out of tolerance."""
     from ssmd.config import Settings
     from ssmd.installed import resolve
-    from ssmd.machine.progress import shown
+    from ssmd.machine.progress import show_progress
     from ssmd.model.artifact import Artifact
     from ssmd.model.made import is_made_here
     from ssmd.runtime.loading import load
@@ -35,10 +35,10 @@ def verify(
     settings = Settings(models_dir=models_dir, runtime=runtime, device=device, threads=threads)
     artifact = Artifact.open(resolve(model, settings.models_dir, settings.runtime, settings.device))
     made_here = is_made_here(artifact.path, settings.data_dir)
-    with shown(f"loading {artifact.manifest.name}"):
+    with show_progress(f"loading {artifact.manifest.name}"):
         program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
     try:
-        with shown("replaying golden values"):
+        with show_progress("replaying golden values"):
             report = replay(artifact, program)
         producer = program.producer
     finally:

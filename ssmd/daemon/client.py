@@ -45,7 +45,7 @@ class Client:
         Raises DaemonError.
         """
         connection = self._sent(method, path, body)
-        late = _Late(connection, self._timeout_s)
+        late = _Deadline(connection, self._timeout_s)
         try:
             with self._answer(connection) as response:
                 answer = self._json(self._whole(response))
@@ -251,7 +251,7 @@ class Events:
         self._connection.close()
 
 
-class _Late:
+class _Deadline:
     """Cuts a connection after a time: a socket's own timeout never ends if a few bytes come now and then."""
 
     def __init__(self, connection: http.client.HTTPConnection, seconds: float) -> None:

@@ -13,20 +13,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ssmd.engine.decode.calling import Calling
-from ssmd.engine.decode.device import Turns
-from ssmd.engine.decode.generation import Asked, Generation
+from ssmd.engine.decode.calling import ToolCalling
+from ssmd.engine.decode.device import DeviceLock
+from ssmd.engine.decode.generation import Generation, GenerationInput
 from ssmd.engine.decode.queue import Queue
-from ssmd.engine.decode.several import Several
+from ssmd.engine.decode.several import MultiPrompt
 from ssmd.engine.decode.warmup import WarmUp, once
 from ssmd.engine.metrics import ModelMetrics
-from ssmd.engine.persist.persistence import KeepsNothing, Persistence
+from ssmd.engine.persist.persistence import NoPersistence, Persistence
 from ssmd.engine.persist.writer import Writer
 from ssmd.engine.prompt.planner import Planner
 from ssmd.engine.prompt.raw import RawPlanner, echoing
-from ssmd.engine.request import Event, Recalled, Request
+from ssmd.engine.request import Event, Recall, Request
 from ssmd.engine.sampling.grammar import Grammars
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.engine.worker import Worker
 from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
@@ -46,10 +46,10 @@ class Engine:
         *,
         metrics: ModelMetrics,
         device: str = "",
-        turns: Turns | None = None,
+        turns: DeviceLock | None = None,
         max_running: int = 8,
-        spare_lanes: int = 1,
-        lane_bytes: int = 0,
+        spare_choices: int = 1,
+        choice_bytes: int = 0,
         room: Callable[[int], bool] = lambda nbytes: True,
         max_queue: int = 512,
         texts: Texts | None = None,
@@ -57,8 +57,8 @@ class Engine:
         """Open the engine; `start` starts its worker. Raises TemplateError or TokenizerError.
 
         device: where the program computes. turns: on that device, if other programs compute there too.
-        max_running: choices that decode at once. spare_lanes: lanes beside those, one for each client that has none
-        while others have them all. lane_bytes: memory of a choice.
+        max_running: choices that decode at once. spare_choices: lanes beside those, one for each client that has none
+        while others have them all. choice_bytes: memory of a choice.
         room: returns True if there is memory for that many more bytes; called before a choice decodes beside others.
         texts: the artifact's template and tokenizer; by default they are opened here, in this process.
         """
@@ -68,18 +68,18 @@ class Engine:
         self.device = device or manifest.device_class
         self._texts = opened(artifact, apart=False) if texts is None else texts
         tokenizer = self._texts.tokenizer
-        self._calling = Calling(self._texts.template.source, tokenizer)
+        self._calling = ToolCalling(self._texts.template.source, tokenizer)
         store = None if writer is None else writer.store
         self._planner = Planner(manifest, program, tokenizer, self._texts.template, store)
         self._raw = RawPlanner(self._planner.scope, program, tokenizer, store)
         self._queue = Queue(max_queue)
-        self._persistence: Persistence | KeepsNothing = KeepsNothing(program)
+        self._persistence: Persistence | NoPersistence = NoPersistence(program)
         if writer is not None:
             wake = self._queue.wake
             self._persistence = Persistence(writer, program, self._planner, tokenizer, build=manifest.build, wake=wake)
         stops = frozenset(manifest.stop_tokens)
         self._grammars = Grammars(tokenizer, stops, program.vocabulary)
-        self._lane_bytes = lane_bytes
+        self._choice_bytes = choice_bytes
         self._worker = Worker(
             program,
             self._queue,
@@ -89,9 +89,9 @@ class Engine:
             self._calling,
             stops,
             max_running,
-            spare_lanes,
-            turns or Turns(),
-            partial(room, lane_bytes),
+            spare_choices,
+            turns or DeviceLock(),
+            partial(room, choice_bytes),
         )
 
     @property
@@ -115,7 +115,7 @@ class Engine:
         self._worker.start(WarmUp(steps))
 
     def check(self, client: str) -> None:
-        """Raise Rejected if a request of this client would not be accepted now."""
+        """Raise Rejection if a request of this client would not be accepted now."""
         self._queue.check(client)
 
     def runs_others(self, client: str) -> bool:
@@ -130,18 +130,18 @@ class Engine:
         *,
         recallable: bool = False,
     ) -> Generation:
-        """Plan the prompt and queue it. Blocks for template, tokenizer and look-up. Raises Rejected.
+        """Plan the prompt and queue it. Blocks for template, tokenizer and look-up. Raises Rejection.
 
-        deliver: called from the worker's and the writer's threads: deltas, then one Done or Failed.
+        deliver: called from the worker's and the writer's threads: deltas, then one Finish or Failure.
         go_on: called now and then while it blocks; it raises if the client is gone.
-        recallable: the request may be given back while it waits, by Recalled.
+        recallable: the request may be given back while it waits, by Recall.
         """
         started = time.perf_counter() if request.arrived is None else request.arrived
         self.check(request.client)
         try:
             plan = self._planner.plan if request.raw is None else self._raw.plan
             prompt = plan(request, go_on)
-        except Rejected:
+        except Rejection:
             if self.draining:  # its template and tokenizer were closed
                 self.check(request.client)
             raise
@@ -149,7 +149,7 @@ class Engine:
         guide = None if request.grammar is None else self._grammars.read(request.grammar)
         if request.echo:
             deliver = echoing(deliver, self._raw.text(request), request.n)
-        asked = Asked(request, prompt, deliver, started, recallable, guide)
+        asked = GenerationInput(request, prompt, deliver, started, recallable, guide)
         generation = Generation(asked, self._persistence.begin(asked), self._queue.leave)
         self._queue.put(generation)
         return generation
@@ -161,10 +161,10 @@ class Engine:
         go_on: Callable[[], None] = lambda: None,
         *,
         recallable: bool = False,
-    ) -> Generation | Several:
+    ) -> Generation | MultiPrompt:
         """Submit a request. Each of several raw prompts is a generation of its own; otherwise as `submit`."""
         if request.more:
-            return Several.begin(request, deliver, lambda one, taken: self.submit(one, taken, go_on))
+            return MultiPrompt.begin(request, deliver, lambda one, taken: self.submit(one, taken, go_on))
         return self.submit(request, deliver, go_on, recallable=recallable)
 
     @property
@@ -179,14 +179,14 @@ class Engine:
         return True
 
     def rendered(self, request: Request) -> str:
-        """Render a request's messages with the chat template. Raises Rejected."""
+        """Render a request's messages with the chat template. Raises Rejection."""
         return self._planner.text(request)
 
     def recall(self) -> None:
         """Return waiting requests to the callers that take them back: other models' requests come first."""
         for generation in self._queue.recall():
             with contextlib.suppress(RuntimeError):  # its reader is gone
-                generation.asked.deliver(Recalled())
+                generation.asked.deliver(Recall())
 
     @property
     def idle(self) -> bool:
@@ -196,7 +196,7 @@ class Engine:
     @property
     def busy_bytes(self) -> int:
         """Return the bytes of memory that choices take now. The first is not counted: it is a part of the program."""
-        return max(0, self._worker.in_use - 1) * self._lane_bytes
+        return max(0, self._worker.in_use - 1) * self._choice_bytes
 
     def rows(self) -> list[dict[str, Any]]:
         """List the progress of each request that waits or is answered, ready for JSON."""

@@ -149,7 +149,7 @@ class _Key:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveStatus:
     """The daemon's present state, beside the counts: a part of `Metrics.snapshot`."""
 
     state: str = "idle"
@@ -249,7 +249,7 @@ class Metrics:
         self.not_stored = dict.fromkeys(REASONS, 0)
         self.healings = {"checkpoints": 0, "turns": 0}
         self.quota: int | None = None
-        self.live: Callable[[], Live] = Live
+        self.live: Callable[[], LiveStatus] = LiveStatus
 
     def of(self, model: str) -> ModelMetrics:
         """Return the counter of a model's answers. Counts made before under the same id stay."""

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ssmd import __version__
-from ssmd.engine.metrics import Live, Metrics, Numbers
+from ssmd.engine.metrics import LiveStatus, Metrics, Numbers
 
 
 class Exposition(Collector):
@@ -94,7 +94,7 @@ def _store(metrics: Metrics) -> Iterable[Metric]:
     return families
 
 
-def _now(live: Live) -> Iterable[Metric]:
+def _now(live: LiveStatus) -> Iterable[Metric]:
     build = GaugeMetricFamily("ssmd_build_info", "The daemon's version", labels=["version", "python"])
     build.add_metric([__version__, platform.python_version()], 1)
     about = ("runtime", "device", "quantization", "build")

@@ -9,13 +9,13 @@ from itertools import groupby
 from typing import Literal
 
 from ssmd.engine.sampling.params import SamplingParams
-from ssmd.engine.terms import Grammar, Rejected
+from ssmd.engine.terms import Grammar, Rejection
 from ssmd.model.defaults import OPTIONS
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.reply import ReplyKey
 from ssmd.text.calls.tool_choice import AUTO, ToolChoice
 from ssmd.text.messages import Message, ToolCall
-from ssmd.text.template import NOTHING_MORE, Given
+from ssmd.text.template import NOTHING_MORE, TemplateInput
 
 Resume = Literal["exact", "portable", "none"]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -40,7 +40,7 @@ class Request:
     domain: Domain = EVERYBODY  # rows of the store that it can read, and the owner of its new session
     arrived: float | None = None  # perf_counter when it came, before it was read; None: when it is submitted
     load_ms: float = 0.0  # time that it waited for its model
-    given: Given = NOTHING_MORE  # input of the template beside the messages
+    given: TemplateInput = NOTHING_MORE  # input of the template beside the messages
     grammar: Grammar | None = None  # of the answer
     raw: Raw | None = None  # the prompt as it is, text or ids, in place of messages
     more: tuple[Raw, ...] = ()  # further raw prompts; their choices are numbered after those of the first
@@ -126,7 +126,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Done:
+class Finish:
     """The last event of a request that ran. It comes after the turn was committed, or `usage.stored` is false."""
 
     finish_reasons: tuple[FinishReason, ...]
@@ -134,21 +134,21 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failure:
     """The last event of a request that broke off. The sent text is stored, marked incomplete."""
 
-    error: Rejected
+    error: Rejection
 
 
 @dataclass(frozen=True)
-class Recalled:
+class Recall:
     """The last event of a request that the engine gives back before it began: its model makes room for another one.
 
     The caller may submit it again.
     """
 
 
-Event = Delta | Done | Failed | Recalled
+Event = Delta | Finish | Failure | Recall
 
 
 def label(generation: str, key: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 Steps = Generator[None]  # work that may be closed after any of its steps
 
 
-class Rejected(Exception):
+class Rejection(Exception):
     """A request that cannot run. The API turns it into the matching HTTP error; nothing was changed."""
 
     def __init__(

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
-from ssmd.engine.decode.calling import Calling
+from ssmd.engine.decode.calling import ToolCalling
 from ssmd.engine.decode.choice import Choice
-from ssmd.engine.decode.device import Turns
-from ssmd.engine.decode.fairness import Open, Shares
+from ssmd.engine.decode.device import DeviceLock
+from ssmd.engine.decode.fairness import FairShare, Open
 from ssmd.engine.decode.generation import Generation
 from ssmd.engine.decode.queue import Queue, unavailable
 from ssmd.engine.decode.warmup import WarmUp
 from ssmd.engine.metrics import ModelMetrics
-from ssmd.engine.persist.persistence import KeepsNothing, Persistence
-from ssmd.engine.request import Done, Event, Failed
-from ssmd.engine.terms import Rejected
+from ssmd.engine.persist.persistence import NoPersistence, Persistence
+from ssmd.engine.request import Event, Failure, Finish
+from ssmd.engine.terms import Rejection
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Logits, Program, StateLost
 from ssmd.sessions.checkpoint import NewCheckpoint
@@ -38,19 +38,19 @@ class Worker:
         self,
         program: Program,
         queue: Queue,
-        persistence: Persistence | KeepsNothing,
+        persistence: Persistence | NoPersistence,
         metrics: ModelMetrics,
         tokenizer: Tokenizer,
-        calling: Calling,
+        calling: ToolCalling,
         stop_tokens: frozenset[int],
         max_running: int,
-        spare_lanes: int,
-        turns: Turns,
+        spare_choices: int,
+        turns: DeviceLock,
         room: Callable[[], bool],
     ) -> None:
         """Prepare the thread; `start` starts it.
 
-        max_running: choices that decode at once. spare_lanes: lanes beside those, for clients that have none.
+        max_running: choices that decode at once. spare_choices: lanes beside those, for clients that have none.
         turns: on the device. room: returns whether there is memory for one more choice now.
         """
         self.running: list[Generation] = []
@@ -60,10 +60,10 @@ class Worker:
         self._tokenizer, self._calling = tokenizer, calling
         self._stop_tokens = stop_tokens
         self._max_running = max_running
-        self._shares = Shares(max_running, spare_lanes, getattr(program, "step_cost", float))
+        self._shares = FairShare(max_running, spare_choices, getattr(program, "step_cost", float))
         self._turns = turns
         self._room = room
-        self._answers = Answers(program, metrics, self.running, queue.told)
+        self._answers = Outputs(program, metrics, self.running, queue.told)
         self._warm_up = WarmUp()
         self._idling = True  # work that no request waits for may be under way
         self._thread = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
@@ -150,7 +150,7 @@ class Worker:
         return None if served is None else self._queue.take(served)
 
     def _served(self) -> frozenset[str] | None:
-        """Return `Shares.served`; None if memory has no room for another request beside the running ones."""
+        """Return `FairShare.served`; None if memory has no room for another request beside the running ones."""
         served = self._shares.served(self.running, self.in_use)
         return served if served is None or not self.running or self._room() else None
 
@@ -199,7 +199,7 @@ class Worker:
         try:
             work()
         except Exception as err:
-            if not isinstance(err, Rejected):
+            if not isinstance(err, Rejection):
                 log.exception("a step failed")
             for g in [g for g in generations if g in self.running]:
                 g.progress.error = _why(err)
@@ -338,16 +338,16 @@ class Worker:
             self._answers.take(g, choice, logits)
 
 
-def _why(err: Exception) -> Rejected:
+def _why(err: Exception) -> Rejection:
     """Return the error that clients get for a failed step. After a lost device, a retry resumes from a checkpoint."""
-    if isinstance(err, Rejected):
+    if isinstance(err, Rejection):
         return err
     if isinstance(err, StateLost):
-        return Rejected(str(err), status=503, code="device_lost", retry_after_s=1)
-    return Rejected(f"generation failed: {err}", status=500, code="generation_failed")
+        return Rejection(str(err), status=503, code="device_lost", retry_after_s=1)
+    return Rejection(f"generation failed: {err}", status=500, code="generation_failed")
 
 
-class Answers:
+class Outputs:
     """The answers of one worker: samples tokens, sends deltas, keeps the state at each end, and reports the end.
 
     running: the admitted requests; one that ends is removed. told: called when a request's client got its last event.
@@ -410,7 +410,7 @@ class Answers:
             p.handle = None
         self.count()
         try:
-            done = Done(g.finish_reasons, g.usage(True, self._program.context, True))
+            done = Finish(g.finish_reasons, g.usage(True, self._program.context, True))
             g.kept.commit(p.choices, done, partial(self._tell, g))
         except Exception:
             log.exception("request %s: its turns could not be kept", g.asked.label)
@@ -445,7 +445,7 @@ class Answers:
         """Send the last event of a request. From the writer's thread, or the worker's when nothing is kept."""
         usage, error = g.usage(stored, self._program.context, state_stored), g.progress.error
         g.count_end(self._metrics, usage)
-        self._send(g, Done(g.finish_reasons, usage) if error is None else Failed(error))
+        self._send(g, Finish(g.finish_reasons, usage) if error is None else Failure(error))
         if stored:
             g.kept.rerender()
         self._told()

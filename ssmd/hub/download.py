@@ -28,14 +28,14 @@ LOCK = ".lock"  # lock file in a folder that is being filled
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class NoRoom(HubError):
+class NoDiskSpace(HubError):
     """A full disk. The bytes received so far are kept, and the same request continues from there."""
 
 
 Progress = Callable[[HubFile, int], None]  # the file, and how many of its bytes are here
 
 
-class Origin(Protocol):
+class FileSource(Protocol):
     """A server that lists files and has them. name: the model or package. lister: "the hub" or "the index"."""
 
     @property
@@ -51,7 +51,7 @@ class Origin(Protocol):
         """Return the error for an answer that is neither 200 nor 206 to a request for `file`."""
 
 
-def download(listing: Origin, file: HubFile, path: Path, progress: Progress) -> None:
+def download(listing: FileSource, file: HubFile, path: Path, progress: Progress) -> None:
     """Download a file to `path`, after the bytes that are in it already. Raises HubError, and keeps the bytes then.
 
     Only `path` is written, with at most `file.size` bytes. If the hash is wrong, the bytes are removed.
@@ -75,7 +75,7 @@ def download(listing: Origin, file: HubFile, path: Path, progress: Progress) -> 
         os.fsync(descriptor)
 
 
-def _complete(listing: Origin, part: _Part, progress: Progress) -> None:
+def _complete(listing: FileSource, part: _Part, progress: Progress) -> None:
     failed, url = 0, listing.url(part.file.name)
     while part.size < part.file.size:
         before = part.size
@@ -91,7 +91,7 @@ def _complete(listing: Origin, part: _Part, progress: Progress) -> None:
             time.sleep(WAITS_S[failed - 1])
 
 
-def _receive(listing: Origin, part: _Part, progress: Progress) -> None:
+def _receive(listing: FileSource, part: _Part, progress: Progress) -> None:
     """Request the missing bytes once."""
     file = part.file
     with hub.request(listing.url(file.name), part.size) as response:
@@ -170,7 +170,7 @@ class _Part:
                 left = left[os.write(self._descriptor, left) :]
         except OSError as err:
             if err.errno in _NO_ROOM:
-                raise NoRoom(
+                raise NoDiskSpace(
                     f"no room on the disk for {self.file.name} ({err.strerror}): free "
                     f"{show_size(self.file.size - self.size)} and more; the same command goes on from here"
                 ) from err
@@ -183,13 +183,13 @@ class _Part:
 
 
 def check_room(missing: int, folder: Path, other: str, what: str = "fetched") -> None:
-    """Check that `missing` bytes fit on the disk of a folder. Raises NoRoom.
+    """Check that `missing` bytes fit on the disk of a folder. Raises NoDiskSpace.
 
     other: names another disk. what: the verb for the message, such as "downloaded".
     """
     free = shutil.disk_usage(folder).free
     if missing > free:
-        raise NoRoom(
+        raise NoDiskSpace(
             f"no room: {show_size(missing - free)} more needed; {show_size(missing)} are to be {what} and the disk of "
             f"{folder.parent} has {show_size(free)} free: make room, or choose another disk with {other}"
         )

@@ -29,7 +29,7 @@ MAX_PAGE_BYTES = 8 << 20  # size of a package's page; PyPI's page of numpy has 2
 
 
 @dataclass(frozen=True)
-class Listed:
+class PackageFile:
     """A file of the package `name`, which the index has at `address`."""
 
     name: str
@@ -46,7 +46,7 @@ class Listed:
         return _refusal(response, file)
 
 
-def listed(package: str, file: HubFile) -> Listed:
+def listed(package: str, file: HubFile) -> PackageFile:
     """Return the place of a package's file. Raises HubError if the index lists none of this name, hash and size."""
     index = _address(index_url(), None)
     page = index.copy_with(raw_path=index.raw_path.rstrip(b"/") + b"/" + package.encode() + b"/")
@@ -73,7 +73,7 @@ def listed(package: str, file: HubFile) -> Listed:
     found = _address(where, page)
     if found.origin == index.origin and not found.userinfo:
         found = found.copy_with(userinfo=index.userinfo)
-    return Listed(package, str(found))
+    return PackageFile(package, str(found))
 
 
 def host() -> str:

@@ -41,7 +41,7 @@ MAX_SHARDS = 2000  # files of weights; the largest models have some 200
 
 
 @dataclass(frozen=True)
-class Pulled:
+class PulledSource:
     """A source checkpoint from a hub. files: their sizes in bytes. fetched: this call downloaded it."""
 
     name: str
@@ -56,18 +56,18 @@ class Pulled:
         return sum(self.files.values())
 
 
-def find(name: str, revision: str, data_dir: Path) -> Pulled | None:
+def find(name: str, revision: str, data_dir: Path) -> PulledSource | None:
     """Return the checkpoint pulled for a branch, tag or commit, without a request. Raises HubError if it is damaged."""
     home = _home(name, data_dir)
     commit = revision if COMMIT.fullmatch(revision) else _revisions(home).get(revision)
     if commit is None or not (home / commit).is_dir():
         return None
-    return Pulled(name, revision, commit, home / commit, _whole(home / commit), fetched=False)
+    return PulledSource(name, revision, commit, home / commit, _whole(home / commit), fetched=False)
 
 
 def pull(
     name: str, revision: str, data_dir: Path, progress: Progress, to: Path | None = None, *, offline: bool = False
-) -> Pulled:
+) -> PulledSource:
     """Download the present commit of `revision` of `name` into `to` or the data directory, unless it is there.
 
     The hub's list is requested first, then config.json, which must be of a supported family. Raises HubError,
@@ -85,7 +85,7 @@ def pull(
     if to is None and folder.is_dir():
         sizes = _whole(folder)
         _remember(home, revision, listing.commit)
-        return Pulled(name, revision, listing.commit, folder, sizes, fetched=False)
+        return PulledSource(name, revision, listing.commit, folder, sizes, fetched=False)
     if to is not None and (to.is_symlink() or to.exists()) and not (to.is_dir() and not any(to.iterdir())):
         raise HubError(f"{to} exists and is not an empty folder; --to takes a new one")
     _may_be_pulled(listing)
@@ -96,7 +96,7 @@ def pull(
         _seal(listing, partial, folder, files)
     if to is None:
         _remember(home, revision, listing.commit)
-    return Pulled(name, revision, listing.commit, folder, {f.name: f.size for f in files}, fetched=True)
+    return PulledSource(name, revision, listing.commit, folder, {f.name: f.size for f in files}, fetched=True)
 
 
 def nbytes_of(name: str, revision: str) -> int:
@@ -108,7 +108,7 @@ def nbytes_of(name: str, revision: str) -> int:
     return sum(listing.file(n).size for n in files)
 
 
-def _offline(name: str, revision: str, data_dir: Path, to: Path | None) -> Pulled:
+def _offline(name: str, revision: str, data_dir: Path, to: Path | None) -> PulledSource:
     here = find(name, revision, data_dir)
     if here is None:
         raise HubError(
@@ -183,7 +183,7 @@ def _get(listing: Listing, files: Iterable[HubFile], partial: Path, progress: Pr
 
 
 def _room(files: list[HubFile], partial: Path) -> None:
-    """Check that the missing bytes fit on the disk. Raises NoRoom."""
+    """Check that the missing bytes fit on the disk. Raises NoDiskSpace."""
     here = sum(min((partial / f.name).stat().st_size, f.size) for f in files if (partial / f.name).is_file())
     check_room(sum(f.size for f in files) - here, partial, "--to DIR or SSMD_DATA_DIR")
 

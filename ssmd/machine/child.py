@@ -43,7 +43,7 @@ class ChildError(RuntimeError):
     """A child failed to do a job: it exceeded a limit, crashed, or was ended. The message says which."""
 
 
-class _NotTaken(ChildError):
+class _UnstartedJob(ChildError):
     """A child was ended before it started a job, so that another child may try it."""
 
 
@@ -179,7 +179,7 @@ class Child:
     def _asked(self, job: Packet, seconds: float) -> Packet:
         try:
             return self._tried(job, seconds)
-        except _NotTaken:
+        except _UnstartedJob:
             return self._tried(job, seconds)
 
     def _tried(self, job: Packet, seconds: float) -> Packet:
@@ -226,7 +226,7 @@ class Child:
                     process.wait(ENDING_S)
             why = self._ended(process, seconds, late.is_set())
             untaken = by_itself and (not sent or (at_once and process.returncode in _FROM_OUTSIDE))
-            raise _NotTaken(why) if untaken else ChildError(odd or why)
+            raise _UnstartedJob(why) if untaken else ChildError(odd or why)
         return answer
 
     def _reap(self) -> None:

@@ -10,7 +10,7 @@ _PROCESSES = Path("/proc")
 
 
 @dataclass(frozen=True)
-class Started:
+class ProcessInfo:
     """The command line, folder and environment of a process."""
 
     arguments: tuple[str, ...]
@@ -18,7 +18,7 @@ class Started:
     variables: dict[str, str] = field(repr=False)
 
 
-def started(process: int) -> Started | None:
+def started(process: int) -> ProcessInfo | None:
     """Return how a process was started, from /proc; None if it is gone, or its files cannot be read. Linux only."""
     place = _PROCESSES / str(process)
     try:
@@ -27,4 +27,4 @@ def started(process: int) -> Started | None:
         folder = (place / "cwd").resolve(strict=True)
     except OSError:
         return None
-    return Started(arguments, folder, dict(os.fsdecode(line).split("=", 1) for line in lines if b"=" in line))
+    return ProcessInfo(arguments, folder, dict(os.fsdecode(line).split("=", 1) for line in lines if b"=" in line))

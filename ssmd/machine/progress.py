@@ -33,7 +33,7 @@ def staged(progress: Progress, what: str) -> Iterator[None]:
     """Announce a stage, and at its end report its seconds and the process's peak memory so far."""
     progress(f"{what} …")
     begin = time.monotonic()
-    with shown(what, above=False), hushed():
+    with show_progress(what, above=False), hushed():
         yield
     trim()
     peak = most_resident()
@@ -42,7 +42,7 @@ def staged(progress: Progress, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def shown(what: str, *, above: bool = True) -> Iterator[None]:
+def show_progress(what: str, *, above: bool = True) -> Iterator[None]:
     """Show a stage and its time so far on stderr, if that is a terminal. The display is removed at the end.
 
     Calls of `tell` add a bar and a percentage. above: text that is written to stderr meanwhile appears above it.
@@ -80,7 +80,7 @@ def shown(what: str, *, above: bool = True) -> Iterator[None]:
             redirect_stderr=above,
         )
         with bar:
-            task = bar.add_task(spelling.shown(what), total=None, percent="")
+            task = bar.add_task(spelling.printable(what), total=None, percent="")
             last = -1
 
             def told(done: int, of: int) -> None:

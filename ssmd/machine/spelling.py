@@ -42,7 +42,7 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{found}?" if found else ""
 
 
-def shown(name: str, most: int = MOST_CHARS) -> str:
+def printable(name: str, most: int = MOST_CHARS) -> str:
     """Return an untrusted name fit for a line: at most `most` characters, with unprintable ones escaped."""
     cut = name if len(name) <= most else name[:most] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in cut)

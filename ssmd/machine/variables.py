@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 
-from ssmd.machine.spelling import did_you_mean, shown
+from ssmd.machine.spelling import did_you_mean, printable
 
 PREFIX = "SSMD_"
 OTHERS = {  # variables that are not settings, with their meanings for docs/configuration.md
@@ -48,4 +48,4 @@ def misspelt(settings: Collection[str]) -> Iterator[str]:
         upper = name.upper()
         if value and upper.startswith(PREFIX) and upper not in known | OF_TESTS and not _OF_SERVICES.fullmatch(upper):
             meant = did_you_mean(upper.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in known], PREFIX)
-            yield f"{shown(name)}: no such setting" + (meant or f"; there are: {', '.join([*settings, *OTHERS])}")
+            yield f"{printable(name)}: no such setting" + (meant or f"; there are: {', '.join([*settings, *OTHERS])}")

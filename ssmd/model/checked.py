@@ -16,7 +16,7 @@ from ssmd.model.artifact import MANIFEST, Artifact, read_manifest
 FILE = "checked.txt"
 
 
-class Checked:
+class CheckedArtifacts:
     """An opener of artifacts that hashes a file again only if it was changed since."""
 
     def __init__(self, data_dir: Path | None = None) -> None:

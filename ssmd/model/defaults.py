@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmd.machine.spelling import did_you_mean, shown
+from ssmd.machine.spelling import did_you_mean, printable
 
 if TYPE_CHECKING:
     from ssmd.model.artifact import Manifest
@@ -27,7 +27,7 @@ MAX_INT = 2**31 - 1
 MAX_BYTES = 64 << 10  # of the file
 MAX_SOURCE_CHARS = 200
 LEAST_TOKENS = 64  # that a generation config may end all answers at; some hold the 20 of an example
-EVERYTHING = -1  # as a window: all of prompt and answer
+ALL_TOKENS = -1  # as a window: all of prompt and answer
 BREAKERS = "dry_sequence_breakers"  # the one option that is no number, but a list of texts
 MAX_BREAKERS = 16
 MAX_BREAKER_CHARS = 40
@@ -60,14 +60,14 @@ class Option:
         kind = int if self.whole else int | float
         if isinstance(value, kind) and not isinstance(value, bool) and self.low <= value <= self.high:
             return value
-        raise ValueError(f"{name} is {shown(repr(value))}, expected {self.expected}")
+        raise ValueError(f"{name} is {printable(repr(value))}, expected {self.expected}")
 
     def read(self, name: str, text: str) -> float:
         """Return the value that a text writes. Raises ValueError as `checked` does."""
         try:
             value: float = int(text) if self.whole else float(text)
         except (ValueError, OverflowError):
-            raise ValueError(f"{name} is {shown(text)!r}, expected {self.expected}") from None
+            raise ValueError(f"{name} is {printable(text)!r}, expected {self.expected}") from None
         return self.checked(name, value)
 
 
@@ -122,7 +122,7 @@ OPTIONS: Mapping[str, Option] = {
         step=0.05,
     ),
     "repeat_last_n": Option(
-        *(EVERYTHING, MAX_INT),
+        *(ALL_TOKENS, MAX_INT),
         whole=True,
         otherwise=64,
         help="How many tokens the repetition penalty counts; -1 all.",
@@ -153,9 +153,9 @@ OPTIONS: Mapping[str, Option] = {
         help="Tokens that may repeat before DRY penalizes the next one.",
     ),
     "dry_penalty_last_n": Option(
-        *(EVERYTHING, MAX_INT),
+        *(ALL_TOKENS, MAX_INT),
         whole=True,
-        otherwise=EVERYTHING,
+        otherwise=ALL_TOKENS,
         help="How many tokens DRY looks back at; -1 all.",
     ),
     "max_tokens": Option(
@@ -190,7 +190,7 @@ Defaults = Mapping[str, Default]  # by the option's name
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownModel:
     """A model whose defaults ssmd has. It is recognised by its name on the hub, family and vocabulary."""
 
     origin: str
@@ -204,8 +204,8 @@ def _values(source: str, **values: float | tuple[str, ...]) -> dict[str, Default
 
 
 _CARD = "the model's card"
-CATALOGUE: Mapping[str, Known] = {
-    "smollm2": Known(
+CATALOGUE: Mapping[str, KnownModel] = {
+    "smollm2": KnownModel(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "llama",
         49152,
@@ -220,14 +220,14 @@ CATALOGUE: Mapping[str, Known] = {
             ),
         },
     ),
-    "lfm2-350m": Known(
+    "lfm2-350m": KnownModel(
         "LiquidAI/LFM2-350M",
         "lfm2",
         65536,
         _values(_CARD, temperature=0.3, min_p=0.15, repetition_penalty=1.05),
     ),
     # "Temperature=0.6, TopP=0.95, TopK=20, and MinP=0 (the default setting in generation_config.json)"
-    "qwen3-0.6b": Known(
+    "qwen3-0.6b": KnownModel(
         "Qwen/Qwen3-0.6B",
         "qwen3",
         151936,
@@ -252,7 +252,7 @@ def of_generation_config(fields: Mapping[str, Any], whose: str) -> tuple[dict[st
 
     whose: a model's name. `do_sample: false` is temperature 0, as transformers then decodes greedily.
     """
-    source = f"{GENERATION_CONFIG} of {shown(whose, 100)}"
+    source = f"{GENERATION_CONFIG} of {printable(whose, 100)}"
     found: dict[str, Default] = {}
     wrong: list[str] = []
     for theirs, name in _GENERATION.items():
@@ -309,10 +309,10 @@ def read(folder: Path) -> dict[str, Default]:
 
 def _entry(name: str, entry: object) -> Default:
     if not isinstance(entry, dict) or entry.keys() != {"value", "source"}:
-        raise ValueError(f"{shown(name)} is no object of a value and its source")
+        raise ValueError(f"{printable(name)} is no object of a value and its source")
     source = entry["source"]
     if not isinstance(source, str) or not source.isprintable() or len(source) > MAX_SOURCE_CHARS:
-        raise ValueError(f"the source of {shown(name)} is not a line of at most {MAX_SOURCE_CHARS} characters")
+        raise ValueError(f"the source of {printable(name)} is not a line of at most {MAX_SOURCE_CHARS} characters")
     if name == BREAKERS:
         return Default(_breakers(entry["value"]), source)
     return Default(option_of(name).checked(name, entry["value"]), source)
@@ -322,8 +322,8 @@ def _breakers(value: object) -> tuple[str, ...]:
     texts = value if isinstance(value, list) else [None]
     if len(texts) > MAX_BREAKERS or not all(isinstance(t, str) and 0 < len(t) <= MAX_BREAKER_CHARS for t in texts):
         raise ValueError(
-            f"{BREAKERS} is {shown(repr(value))}, expected 0 to {MAX_BREAKERS} texts, each of 1 to {MAX_BREAKER_CHARS} "
-            "characters"
+            f"{BREAKERS} is {printable(repr(value))}, expected 0 to {MAX_BREAKERS} texts, each of 1 to "
+            f"{MAX_BREAKER_CHARS} characters"
         )
     return tuple(texts)
 
@@ -337,7 +337,7 @@ def option_of(name: str) -> Option:
     """Return the option of that name. Raises ValueError, which lists the known ones."""
     if name not in OPTIONS:
         raise ValueError(
-            f"there is no option {shown(name)!r}{did_you_mean(name, OPTIONS)}; there are: {', '.join(OPTIONS)}"
+            f"there is no option {printable(name)!r}{did_you_mean(name, OPTIONS)}; there are: {', '.join(OPTIONS)}"
         )
     return OPTIONS[name]
 
@@ -347,5 +347,5 @@ def parse(text: str) -> tuple[str, float]:
     name, equals, written = text.partition("=")
     name = full_name(name.strip())
     if not equals:
-        raise ValueError(f"{shown(text)!r} is not NAME=VALUE, such as temperature=0.7")
+        raise ValueError(f"{printable(text)!r} is not NAME=VALUE, such as temperature=0.7")
     return name, option_of(name).read(name, written)

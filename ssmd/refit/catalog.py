@@ -21,7 +21,7 @@ from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source
 from ssmd.refit.graphfile import Header, StrippedGraph
 from ssmd.refit.install import checked_tokenizer, fields_of, placed, save_texts
-from ssmd.refit.refit import RefitError, bounded, differences, fits, refit, shown
+from ssmd.refit.refit import RefitError, bounded, differences, differences_text, fits, refit
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime, prepare
 from ssmd.runtime.verify import GOLDEN_POSITIONS, GOLDEN_TOKENS, StepError, compare, golden_tokens, replay, save_golden
 
@@ -111,7 +111,7 @@ def install(
         save_texts(source, made)
         (made / GOLDEN).write_bytes(b"")
         fields = _fields(header, source.config, name, lineage, tiers, source.special_tokens, source.stop_tokens)
-        executed = header.runtime not in ELSEWHERE or not unusable(header.runtime)
+        executed = header.runtime not in ELSEWHERE or not why_runtime_unusable(header.runtime)
         fields["golden"] = "itself" if executed else "none"
         with staged(progress, "hash the artifact"):
             artifact = seal(made, fields)
@@ -208,7 +208,7 @@ def origin_of(name: str) -> str:
     return StrippedGraph.open(next(SHIPPED.glob(f"{name}@*{SUFFIX}"))).header.origin
 
 
-def choose(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[StrippedGraph | None, str]:
+def choose_graph(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[StrippedGraph | None, str]:
     """Choose the graph that a config fits, of the first possible runtime of `runtimes`.
 
     Possible are runtimes that can be used here, and those whose artifacts can be made anywhere. Returns (graph, ""), or
@@ -217,7 +217,7 @@ def choose(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[Stripped
     why, lacking, nearest = [], [], ""
     least = None
     for runtime in runtimes:
-        if said := uninstalled(runtime) if runtime in ELSEWHERE else unusable(runtime):
+        if said := uninstalled(runtime) if runtime in ELSEWHERE else why_runtime_unusable(runtime):
             why.append(said)
             continue
         found = [(differences(graph.header, config), graph) for graph in shipped(runtime)]
@@ -226,14 +226,14 @@ def choose(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[Stripped
                 return graph, ""
             if "model_type" not in differing and (least is None or len(differing) < least):
                 least = len(differing)
-                nearest = f"; it is nearly {graph.header.name}, but {shown(differing)}"
+                nearest = f"; it is nearly {graph.header.name}, but {differences_text(differing)}"
         lacking.append(f"{runtime}{'' if found else ', nor any for that'}")
     if lacking:
         why.append(f"ssmd has no stripped graph of this config for runtime {' or '.join(lacking)}")
     return None, "; ".join(why) + nearest
 
 
-def unusable(runtime: str, device: str = "cpu") -> str:
+def why_runtime_unusable(runtime: str, device: str = "cpu") -> str:
     """Return the reason why a runtime, or "npu", cannot run on a device of this machine, or "". Imports it."""
     runtime, _ = CLASSES.get(runtime, (runtime, ""))
     try:

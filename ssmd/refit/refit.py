@@ -72,10 +72,12 @@ def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
 def fits(header: Header, source: Tensors) -> None:
     """Check that the source's config is the graph's. Raises RefitError, which names the fields that differ."""
     if differing := differences(header, source.config):
-        raise RefitError(f"{source.path} is not of the config that {header.name}'s graph is for: {shown(differing)}")
+        raise RefitError(
+            f"{source.path} is not of the config that {header.name}'s graph is for: {differences_text(differing)}"
+        )
 
 
-def shown(differing: Differences) -> str:
+def differences_text(differing: Differences) -> str:
     """Return the differing fields in words, for a message."""
     said = "; ".join(f"{k} is {found!r}, not {wanted!r}" for k, (found, wanted) in [*differing.items()][:MOST_SHOWN])
     return said + (f" and {len(differing) - MOST_SHOWN} more" if len(differing) > MOST_SHOWN else "")

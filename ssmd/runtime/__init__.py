@@ -5,7 +5,7 @@ It needs no others to run, unless it follows a plan (docs/add-a-runtime.md).
 
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part, State, StateError, StateSpec
-from ssmd.runtime.checked import CheckedProgram, Held
+from ssmd.runtime.checked import CheckedHandle, CheckedProgram
 from ssmd.runtime.protocol import (
     Device,
     Handle,
@@ -22,10 +22,10 @@ from ssmd.runtime.protocol import (
 
 __all__ = [
     "Artifact",
+    "CheckedHandle",
     "CheckedProgram",
     "Device",
     "Handle",
-    "Held",
     "Logits",
     "Part",
     "Program",

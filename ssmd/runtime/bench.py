@@ -45,7 +45,7 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Together:
+class BatchedDecode:
     """The time of a decode step of several streams. `ms`: the median."""
 
     streams: int
@@ -76,7 +76,7 @@ class Report:
     decode_steps: int
     tbt_p50_ms: float
     tbt_p95_ms: float
-    together: tuple[Together, ...]
+    together: tuple[BatchedDecode, ...]
     save_ms: float
     restore_ms: float
     state_bytes: int  # size of the state at `position`, which save_ms and restore_ms are for
@@ -128,7 +128,7 @@ def bench(
                 rounds.go(read)
         took = rounds.took
         trim()
-        together = tuple(Together(streams, _median(rounds.together(streams))) for streams in STREAMS)
+        together = tuple(BatchedDecode(streams, _median(rounds.together(streams))) for streams in STREAMS)
         resident_together_bytes = rounds.resident
         tbt_p50_ms, tbt_p95_ms = np.percentile(took.decode, [50, 95])
         return Report(
@@ -195,7 +195,7 @@ def _loaded(
 
 
 @dataclass
-class _Took:
+class _Timings:
     """Times in ms."""
 
     prefill: dict[int, list[float]]  # by bucket
@@ -278,8 +278,8 @@ class _Rounds:
         finally:
             self._program.release(handle)
 
-    def _nothing(self) -> _Took:
-        return _Took({bucket: [] for bucket in self._program.buckets})
+    def _nothing(self) -> _Timings:
+        return _Timings({bucket: [] for bucket in self._program.buckets})
 
 
 def _saved(program: Program, position: int) -> State:

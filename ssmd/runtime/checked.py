@@ -1,6 +1,6 @@
 """The checks and the lock of every program's calls: the part of the contract that does not depend on the runtime.
 
-A program derives from `CheckedProgram`, its handles from `Held`. It implements the methods that start with an
+A program derives from `CheckedProgram`, its handles from `CheckedHandle`. It implements the methods that start with an
 underscore. Each of them is called with the lock held and with checked arguments.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Missing:
+class MissingState:
     """The missing parts of a reserved handle: KV rows up to `position`, and these recurrent tensors."""
 
     position: int
@@ -32,18 +32,18 @@ class Missing:
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class CheckedHandle:
     """A handle's common fields. A program's own handles add their memory."""
 
     program: object  # the program that made it
     _: KW_ONLY
     position: int = 0  # tokens fed; while rows are missing, rows taken in
-    missing: Missing | None = None  # None: the handle is whole
+    missing: MissingState | None = None  # None: the handle is whole
     released: bool = False
     lost: bool = False  # the state was lost, with its device or in a step that failed
 
 
-H = TypeVar("H", bound=Held)
+H = TypeVar("H", bound=CheckedHandle)
 
 
 def token_ids(tokens: Sequence[int], vocabulary: int) -> NDArray[np.int32]:
@@ -133,7 +133,7 @@ class CheckedProgram(ABC, Generic[H]):
             self._check_open()
             held = self._new(position)
             held.position = position if not self.spec.rows else 0
-            held.missing = Missing(position, {t.name for t in self.spec.recurrent})
+            held.missing = MissingState(position, {t.name for t in self.spec.recurrent})
             return held
 
     def fill(self, handle: Handle, part: Part) -> None:
@@ -219,7 +219,7 @@ class CheckedProgram(ABC, Generic[H]):
             raise ProgramError("the program is closed")
 
     def _own(self, handle: Handle) -> H:
-        if not isinstance(handle, Held) or handle.program is not self:
+        if not isinstance(handle, CheckedHandle) or handle.program is not self:
             raise ProgramError("the handle belongs to another program")
         return cast(H, handle)
 

@@ -25,7 +25,7 @@ _BEHIND_OTHERS = 10  # niceness of a trial: the daemon that starts it may be gen
 
 
 @dataclass(frozen=True)
-class Found:
+class RuntimeStatus:
     """The result of a runtime's trial. problem: the reason why it cannot be used at all, or ""."""
 
     name: str
@@ -44,7 +44,7 @@ class Found:
         return self.problem or ("" if self.usable else reasons[0])
 
 
-def find(names: Sequence[str] | None = None, *, limit_s: float = LIMIT_S) -> list[Found]:
+def find(names: Sequence[str] | None = None, *, limit_s: float = LIMIT_S) -> list[RuntimeStatus]:
     """Try all registered runtimes, or those named, all at the same time. limit_s: longest trial of each."""
     names = runtime_names() if names is None else names
     if not names:
@@ -53,7 +53,7 @@ def find(names: Sequence[str] | None = None, *, limit_s: float = LIMIT_S) -> lis
         return list(threads.map(lambda name: _tried(name, limit_s), names))
 
 
-def look(name: str) -> Found:
+def look(name: str) -> RuntimeStatus:
     """Try a runtime in this process."""
     try:
         runtime = get_runtime(name)
@@ -62,10 +62,10 @@ def look(name: str) -> Found:
         if check is not None and any(not device.why_not for device in devices):
             check()
     except RuntimeUnavailable as err:
-        return Found(name, str(err), ())
+        return RuntimeStatus(name, str(err), ())
     except Exception as err:  # a package from elsewhere may raise any error
-        return Found(name, f"it cannot list its devices ({type(err).__name__}: {err})", ())
-    return Found(name, "", devices)
+        return RuntimeStatus(name, f"it cannot list its devices ({type(err).__name__}: {err})", ())
+    return RuntimeStatus(name, "", devices)
 
 
 def why_not(runtime: str, devices: Sequence[Device], wanted: str) -> str:
@@ -77,19 +77,19 @@ def why_not(runtime: str, devices: Sequence[Device], wanted: str) -> str:
     return f"runtime {runtime} has no device {wanted!r}; it has: {there or 'none'}"
 
 
-def _tried(name: str, limit_s: float) -> Found:
+def _tried(name: str, limit_s: float) -> RuntimeStatus:
     try:
         said = last_line(command("ssmd.runtime.devices", name), limit_s)
     except CrashError as err:
-        return Found(name, f"its library was tried in a process of its own, and {err}", ())
-    return _parsed(name, said) or Found(name, f"it printed {said[:_SAID]!r} instead of a result", ())
+        return RuntimeStatus(name, f"its library was tried in a process of its own, and {err}", ())
+    return _parsed(name, said) or RuntimeStatus(name, f"it printed {said[:_SAID]!r} instead of a result", ())
 
 
-def _parsed(name: str, said: str) -> Found | None:
+def _parsed(name: str, said: str) -> RuntimeStatus | None:
     try:
         fields: Any = json.loads(said)
         devices = tuple(Device(**{key: str(value) for key, value in one.items()}) for one in fields["devices"])
-        return Found(name, str(fields["problem"]), devices)
+        return RuntimeStatus(name, str(fields["problem"]), devices)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -61,7 +61,7 @@ def execute(artifact: Artifact, device: str, runtime: Runtime) -> dict[str, Any]
     }
 
 
-def shown(where: str, seen: dict[str, Any]) -> str:
+def result_line(where: str, seen: dict[str, Any]) -> str:
     """Return the result of `execute` as a line for people."""
     if "problem" in seen:
         return f"  {where}: {seen['problem']}"

@@ -36,7 +36,7 @@ class Maker:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A stored checkpoint."""
 
     id: int

@@ -22,8 +22,8 @@ from ssmd.sessions.rows import commits, database, disk_space, erasure, holding, 
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
-from ssmd.sessions.rows.blobs import Encoded, joined
-from ssmd.sessions.rows.checkpoints import Placed
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, joined
+from ssmd.sessions.rows.checkpoints import CheckpointResult
 from ssmd.sessions.rows.database import DiskFull, disk_full
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.snapshot import Snapshot
@@ -34,10 +34,10 @@ _ASK_EACH = 20  # SQLite instructions between two calls of `stop`; to insert a r
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommitResult:
     """The result of a commit."""
 
-    checkpoints: tuple[Placed, ...]  # in the order they were given
+    checkpoints: tuple[CheckpointResult, ...]  # in the order they were given
     full: DiskFull | None = None  # why only the text was written
     ends: bool = False  # True if the state at the end of each turn is stored
 
@@ -71,7 +71,7 @@ class Store:
         self.quota = quota
         self.file = file
         self.domain = EVERYBODY
-        self.room = disk_space.Room(engine, file)
+        self.room = disk_space.DiskSpace(engine, file)
 
     @staticmethod
     def open(data_dir: Path, *, busy_ms: int = 2000, quota: int | None = None) -> Store:
@@ -113,13 +113,13 @@ class Store:
     def commit(
         self,
         turns: Sequence[NewTurn],
-        checkpoints: Sequence[Encoded] = (),
+        checkpoints: Sequence[EncodedCheckpoint] = (),
         *,
         session: SessionInfo,
         reply: NewReply | None = None,
         heard: Mapping[str, Sequence[Message]] | None = None,
         patience: Patience = PATIENT,
-    ) -> Committed:
+    ) -> CommitResult:
         """Write turns (siblings, the first becomes the head) and their checkpoints in one transaction, all or nothing.
 
         The session is created if it is new. A checkpoint whose key is stored already is linked to, not written again.
@@ -131,7 +131,7 @@ class Store:
         """
         commits.check(session, turns, checkpoints)
 
-        def write(some: Sequence[Encoded]) -> list[Placed]:
+        def write(some: Sequence[EncodedCheckpoint]) -> list[CheckpointResult]:
             patience.begin()
             with database.writing(self._engine, self.file) as connection:
                 with _stoppable(connection, patience if any(c.has_data for c in some) else PATIENT):
@@ -148,20 +148,20 @@ class Store:
         if full is not None:  # the text is small
             there = [c for c in checkpoints if not c.has_data]
             done = iter(self.room.for_words(lambda: write(there)))
-            refused = Placed(None, why_not="the disk is full")
+            refused = CheckpointResult(None, why_not="the disk is full")
             placed = [refused if c.has_data else next(done) for c in checkpoints]
         self.room.tidy()
-        return Committed(tuple(placed), full, commits.ends_placed(turns, checkpoints, placed))
+        return CommitResult(tuple(placed), full, commits.ends_placed(turns, checkpoints, placed))
 
     def attach(
         self,
         turns: Sequence[NewTurn],
-        checkpoints: Sequence[Encoded],
+        checkpoints: Sequence[EncodedCheckpoint],
         *,
         session: SessionInfo,
         reply: NewReply | None = None,
         patience: Patience = PATIENT,
-    ) -> Committed:
+    ) -> CommitResult:
         """Write checkpoints of turns that were committed without them, as `commit` does, and update their reply."""
         commits.check(session, turns, checkpoints)
         self._check_room(checkpoints)
@@ -171,22 +171,22 @@ class Store:
                 placed = commits.attach(connection, session.id, turns, checkpoints, self.quota, reply)
             patience.sure()
         self.room.tidy()
-        return Committed(tuple(placed), None, commits.ends_placed(turns, checkpoints, placed))
+        return CommitResult(tuple(placed), None, commits.ends_placed(turns, checkpoints, placed))
 
-    def _has_room(self, checkpoints: Sequence[Encoded]) -> bool:
+    def _has_room(self, checkpoints: Sequence[EncodedCheckpoint]) -> bool:
         return self.room.holds(sum(c.nbytes for c in checkpoints), self.quota)
 
-    def _check_room(self, checkpoints: Sequence[Encoded]) -> None:
+    def _check_room(self, checkpoints: Sequence[EncodedCheckpoint]) -> None:
         if not self._has_room(checkpoints):
             raise disk_full(self.file)
 
-    def keep(self, checkpoint: Encoded) -> Placed:
+    def keep(self, checkpoint: EncodedCheckpoint) -> CheckpointResult:
         """Write a checkpoint ahead of its turn. The turn's commit, given it `without_data`, then only links it.
 
         The next `sweep` removes it if no commit links it. If quota or disk have no room, it is left to the commit.
         """
         if not self._has_room([checkpoint]):
-            return Placed(None, why_not="the disk is full")
+            return CheckpointResult(None, why_not="the disk is full")
         with database.writing(self._engine, self.file) as connection:
             return retention.place_ahead(connection, checkpoint, self.quota)
 
@@ -222,7 +222,7 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             return commits.drop(connection, checkpoint_id, spec)
 
-    def rewrite(self, turn_id: str, ids: Line, text: Passage, checkpoint: Encoded) -> Placed | None:
+    def rewrite(self, turn_id: str, ids: Line, text: Passage, checkpoint: EncodedCheckpoint) -> CheckpointResult | None:
         """Give a turn the ids and the text that later requests render for it, and the state after them.
 
         None, and nothing is changed, if the turn is not there any more or was continued meanwhile.
@@ -235,11 +235,11 @@ class Store:
         self,
         session: SessionInfo,
         turns: Sequence[NewTurn],
-        checkpoints: Sequence[Encoded],
+        checkpoints: Sequence[EncodedCheckpoint],
         *,
         head: str,
         title: str | None = None,
-    ) -> Committed:
+    ) -> CommitResult:
         """Write a whole session from elsewhere in one transaction; parents stand before their children in `turns`.
 
         title: the one it was given there.
@@ -247,7 +247,7 @@ class Store:
         self._check_room(checkpoints)
         with database.writing(self._engine, self.file) as connection:
             quota = self.quota
-            return Committed(
+            return CommitResult(
                 tuple(commits.adopt(connection, session, turns, checkpoints, quota, head=head, title=title))
             )
 
@@ -313,11 +313,11 @@ class Store:
 
     def search(
         self, text: str, limit: int, after: str | None = None, *, within_s: float = math.inf
-    ) -> session_rows.Found:
+    ) -> session_rows.SearchResult:
         """Find the sessions that have all words of a text, as `find` among the rows does. Raises UnknownSession."""
         return session_rows.find(self.reading, self.domain, text, limit, after, within_s)
 
-    def collect(self, quota: int | None = None, *, dry_run: bool = False) -> retention.Collected:
+    def collect(self, quota: int | None = None, *, dry_run: bool = False) -> retention.CollectionResult:
         """Remove checkpoints until those left take at most `quota` bytes (default: the store's own).
 
         The space goes back to the disk. Pinned sessions keep theirs, even above the quota. dry_run: only report what

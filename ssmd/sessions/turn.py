@@ -23,7 +23,7 @@ class StoreError(Exception):
     reason = "error"  # a code for metrics and /health
 
 
-class Removed(StoreError):
+class TurnRemoved(StoreError):
     """The turn or session to continue was removed meanwhile. The store itself is sound."""
 
 
@@ -70,7 +70,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Settled:
+class RenderedPrefix:
     """The place where the last message of a rendering begins. The text before it stays as later messages come."""
 
     messages: int  # shown before it
@@ -99,7 +99,7 @@ class NewTurn:
     complete: bool  # False if a disconnect or a shutdown cut it off
     created_at: datetime
     lineage: str = field(default="", kw_only=True)  # of the model whose ids these are; "" to be stored: the session's
-    settled: Settled | None = field(default=None, kw_only=True)  # None if the template may change what it wrote
+    settled: RenderedPrefix | None = field(default=None, kw_only=True)  # None if the template may change what it wrote
     cut: int = field(default=0, kw_only=True)  # messages after the system prompt that had no room in the context
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ssmd.text.calls.formats import Format
-from ssmd.text.calls.parts import Part, Said, Thought
+from ssmd.text.calls.parts import Part, ReasoningPart, TextPart
 from ssmd.text.calls.reader import CallReader
 from ssmd.text.reasoning import Reasoning
 
@@ -107,10 +107,10 @@ class AnswerReader:
         return out
 
     def _told(self, thought: str, said: str) -> list[Part]:
-        out: list[Part] = [Thought(thought)] if thought else []
+        out: list[Part] = [ReasoningPart(thought)] if thought else []
         if said and self._calls is None:
             self._said.append(said)
-            out.append(Said(said))
+            out.append(TextPart(said))
         elif said and self._calls is not None:
             self._calls.push(said, out)
         return out

@@ -27,11 +27,11 @@ from ssmd.text.template import (
     MAX_SOURCE,
     NOTHING_MORE,
     ChatTemplate,
-    Given,
-    Rendered,
-    Settled,
+    RenderedText,
+    StablePrefix,
     Template,
     TemplateError,
+    TemplateInput,
 )
 from ssmd.text.tokenizer import Reader, Tokenizer, TokenizerError, tokenizer_bytes
 
@@ -154,12 +154,14 @@ class TemplateApart:
         return frozenset(name for name in found if isinstance(name, str)) if isinstance(found, list) else frozenset()
 
     def render(
-        self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: Given = NOTHING_MORE
+        self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: TemplateInput = NOTHING_MORE
     ) -> str:
         """Render, as ChatTemplate.render does."""
         return _text(self._asked({"do": "render", "generate": generate}, messages, now, given))
 
-    def render_settled(self, messages: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE) -> Rendered:
+    def render_settled(
+        self, messages: Sequence[Message], *, now: datetime, given: TemplateInput = NOTHING_MORE
+    ) -> RenderedText:
         """Render, and return which part is settled, as ChatTemplate.render_settled does."""
         rendered = _rendered(self._asked({"do": "settled"}, messages, now, given), len(messages))
         if rendered is None:
@@ -167,13 +169,21 @@ class TemplateApart:
         return rendered
 
     def render_after(
-        self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE
-    ) -> Rendered | None:
+        self,
+        first: Message,
+        skipped: int,
+        tail: Sequence[Message],
+        *,
+        now: datetime,
+        given: TemplateInput = NOTHING_MORE,
+    ) -> RenderedText | None:
         """Render from a message on, as ChatTemplate.render_after does. Raises TemplateError if the child ends."""
         asked = {"do": "after", "skipped": skipped}
         return _rendered(self._asked(asked, [first, *tail], now, given), skipped + len(tail))
 
-    def _asked(self, fields: dict[str, Any], messages: Sequence[Message], now: datetime, given: Given) -> Packet:
+    def _asked(
+        self, fields: dict[str, Any], messages: Sequence[Message], now: datetime, given: TemplateInput
+    ) -> Packet:
         asked = {"messages": [m.to_json() for m in messages], "tools": given.tools, "variables": given.variables}
         body = encoded(json.dumps(asked, ensure_ascii=False))
         try:
@@ -213,11 +223,11 @@ def _text(answer: Packet) -> str:
         raise TemplateError(f"the chat template's process returned invalid UTF-8: {err}") from err
 
 
-def _rendered(answer: Packet, messages: int) -> Rendered | None:
+def _rendered(answer: Packet, messages: int) -> RenderedText | None:
     if answer.head.get("none"):
         return None
     text = _text(answer)
     match answer.head.get("settled"):
         case [int(count), int(characters)] if 0 < count <= messages and 0 <= characters <= len(text):
-            return Rendered(text, Settled(count, characters))
-    return Rendered(text, None)
+            return RenderedText(text, StablePrefix(count, characters))
+    return RenderedText(text, None)

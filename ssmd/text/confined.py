@@ -18,7 +18,7 @@ from ssmd.machine.confinement import allow_processor, confine, end_with
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.apart import ERRORS, decoded, encoded, json_of
 from ssmd.text.messages import Message
-from ssmd.text.template import ChatTemplate, Given, Rendered
+from ssmd.text.template import ChatTemplate, RenderedText, TemplateInput
 from ssmd.text.tokenizer import Tokenizer
 
 _SHOWN = 2000  # characters of an error that are returned
@@ -80,17 +80,17 @@ class Work:
         return Packet({}, self.tokenizer.read(decoded(body)).astype("<i4").tobytes())
 
 
-def _asked(body: bytes) -> tuple[list[Message], Given]:
+def _asked(body: bytes) -> tuple[list[Message], TemplateInput]:
     asked = json_of(body)
     said = [Message.from_json(m) for m in asked["messages"]]
-    return said, Given(tuple(asked["tools"]), asked["variables"])
+    return said, TemplateInput(tuple(asked["tools"]), asked["variables"])
 
 
 def _now(fields: Fields) -> datetime:
     return datetime.fromisoformat(fields["now"])
 
 
-def _told(rendered: Rendered | None) -> Packet:
+def _told(rendered: RenderedText | None) -> Packet:
     if rendered is None:
         return Packet({"none": True})
     settled = rendered.settled and [rendered.settled.messages, rendered.settled.characters]

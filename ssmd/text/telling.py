@@ -17,7 +17,7 @@ from typing import Any
 from ssmd.text import hermes
 from ssmd.text.arguments import read_arguments
 from ssmd.text.messages import Message, ToolCall
-from ssmd.text.template import Given
+from ssmd.text.template import TemplateInput
 
 _KEPT = 32  # prepared inputs that are cached, one for each set of tools and variables
 _UNSHOWN = ("strict",)  # fields of a function that are for the server, not for the model
@@ -25,19 +25,19 @@ _NINE = re.compile(r"[A-Za-z0-9]{9}")  # the form of ids that Mistral's template
 
 
 @dataclass(frozen=True)
-class Told:
+class AdaptedInput:
     """A request's tools and variables, as the template gets them.
 
     given: the template's input. system: text on tools for the system prompt, where the template does not support them.
     key: hash of both, "" if both are empty.
     """
 
-    given: Given
+    given: TemplateInput
     system: str
     key: str
 
 
-class Telling:
+class MessageAdapter:
     """The adapter of one template. Thread-safe."""
 
     def __init__(
@@ -55,17 +55,17 @@ class Telling:
         self._names = frozenset(re.findall(r"\w+", source))
         self.told = lru_cache(maxsize=_KEPT)(self._told)
 
-    def _told(self, given: Given) -> Told:
+    def _told(self, given: TemplateInput) -> AdaptedInput:
         """Return the tools and variables for the template. Variables that its source does not name are left out."""
         tools = tuple(_shown(tool) for tool in given.tools)
         variables = {name: value for name, value in given.variables.items() if name in self._names}
         system = self._escape(hermes.system_prompt(tools)) if tools and not self.knows_tools else ""
-        shown = Given(self._inert(tools) if self.knows_tools else (), self._inert(variables))
+        shown = TemplateInput(self._inert(tools) if self.knows_tools else (), self._inert(variables))
         if not (system or shown.tools or shown.variables):
-            return Told(shown, "", "")
-        return Told(shown, system, hashlib.sha256(json.dumps([shown.text, system]).encode()).hexdigest())
+            return AdaptedInput(shown, "", "")
+        return AdaptedInput(shown, system, hashlib.sha256(json.dumps([shown.text, system]).encode()).hexdigest())
 
-    def conversation(self, messages: Sequence[Message], told: Told) -> tuple[list[Message], int]:
+    def conversation(self, messages: Sequence[Message], told: AdaptedInput) -> tuple[list[Message], int]:
         """Return a conversation for the template, and the number of messages added in front of it (0 or 1)."""
         shown = [self.message(m) for m in messages]
         if not told.system:
@@ -73,7 +73,7 @@ class Telling:
         first, added = self.first(messages[0], told)
         return [first, *(shown if added else shown[1:])], added
 
-    def first(self, message: Message, told: Told) -> tuple[Message, int]:
+    def first(self, message: Message, told: AdaptedInput) -> tuple[Message, int]:
         """Return the first message for the template, and 1 if it was added in front of this one, else 0."""
         shown = self.message(message)
         if not told.system:
@@ -84,7 +84,7 @@ class Telling:
             return replace(shown, content=f"{told.system}\n\n{shown.content}"), 0
         return Message("system", told.system), 1
 
-    def alternating(self, messages: Sequence[Message], told: Told) -> list[Message]:
+    def alternating(self, messages: Sequence[Message], told: AdaptedInput) -> list[Message]:
         """Return a conversation for a template whose roles must alternate.
 
         Results of tools that became user's messages are joined with adjacent ones, and with the user's next message.

@@ -15,9 +15,9 @@ from jinja2 import meta
 
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.arguments import read_arguments
-from ssmd.text.jinja.appending import AppendingSandbox, Flow, Said
+from ssmd.text.jinja.appending import AppendingSandbox, Flow, MessageTail
 from ssmd.text.jinja.meter import MAX_DEPTH, Meter
-from ssmd.text.jinja.sandbox import Offered, Sandbox
+from ssmd.text.jinja.sandbox import Sandbox, TemplateFunction
 from ssmd.text.messages import Message
 
 MAX_SOURCE = 128 << 10  # characters of a template's source; the longest in use have about 30,000
@@ -38,7 +38,7 @@ class TemplateError(ValueError):
 
 
 @dataclass(frozen=True)
-class Settled:
+class StablePrefix:
     """The beginning of a message in a text. Messages from there on cannot change the text before it.
 
     messages: messages of the whole conversation before it. characters: length of the text before it.
@@ -49,15 +49,15 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedText:
     """A rendered text. settled: the last message before which the text is settled; None if no part is known to be."""
 
     text: str
-    settled: Settled | None
+    settled: StablePrefix | None
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class TemplateInput:
     """A template's input beside the messages, all JSON. Two are equal if their JSON text is equal.
 
     tools: as in OpenAI's API, `{"type": "function", …}` each. variables: more names, such as enable_thinking.
@@ -72,13 +72,13 @@ class Given:
         return json.dumps([self.tools, self.variables])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Given) and (self is other or self.text == other.text)
+        return isinstance(other, TemplateInput) and (self is other or self.text == other.text)
 
     def __hash__(self) -> int:
         return hash(self.text)
 
 
-NOTHING_MORE = Given()
+NOTHING_MORE = TemplateInput()
 
 
 class Template(Protocol):
@@ -91,16 +91,24 @@ class Template(Protocol):
         """Return the names that the template looks up, as ChatTemplate.variables. Raises TemplateError."""
 
     def render(
-        self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: Given = NOTHING_MORE
+        self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: TemplateInput = NOTHING_MORE
     ) -> str:
         """Render, as ChatTemplate.render does."""
 
-    def render_settled(self, messages: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE) -> Rendered:
+    def render_settled(
+        self, messages: Sequence[Message], *, now: datetime, given: TemplateInput = NOTHING_MORE
+    ) -> RenderedText:
         """Render, and return which part is settled, as ChatTemplate.render_settled does."""
 
     def render_after(
-        self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE
-    ) -> Rendered | None:
+        self,
+        first: Message,
+        skipped: int,
+        tail: Sequence[Message],
+        *,
+        now: datetime,
+        given: TemplateInput = NOTHING_MORE,
+    ) -> RenderedText | None:
         """Render from a message on, as ChatTemplate.render_after does. Raises TemplateError if the child ends."""
 
 
@@ -120,7 +128,7 @@ class ChatTemplate:
         self._special = {f"{name}_token": text for name, text in special.model_dump().items() if text is not None}
 
     def render(
-        self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: Given = NOTHING_MORE
+        self, messages: Sequence[Message], *, now: datetime, generate: bool = True, given: TemplateInput = NOTHING_MORE
     ) -> str:
         """Return the text for `messages`, with the generation prompt if `generate`.
 
@@ -140,18 +148,26 @@ class ChatTemplate:
         except Exception as err:  # source that nests too deep for Jinja's recursive functions
             raise TemplateError(f"the chat template's variables are not known: {type(err).__name__}") from err
 
-    def _whole(self, shown: Sequence[Mapping[str, Any]], now: datetime, generate: bool, given: Given) -> str:
+    def _whole(self, shown: Sequence[Mapping[str, Any]], now: datetime, generate: bool, given: TemplateInput) -> str:
         tools, variables = given.tools or None, given.variables
         return self.render_json(shown, now=now, generate=generate, tools=tools, variables=variables)
 
-    def render_settled(self, messages: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE) -> Rendered:
+    def render_settled(
+        self, messages: Sequence[Message], *, now: datetime, given: TemplateInput = NOTHING_MORE
+    ) -> RenderedText:
         """Return the text of `render`, and the part of it that later messages cannot change. Raises TemplateError."""
         done = self._append(messages[0], 0, messages, now, given) if len(messages) > 1 else None
-        return done or Rendered(self.render(messages, now=now, given=given), None)
+        return done or RenderedText(self.render(messages, now=now, given=given), None)
 
     def render_after(
-        self, first: Message, skipped: int, tail: Sequence[Message], *, now: datetime, given: Given = NOTHING_MORE
-    ) -> Rendered | None:
+        self,
+        first: Message,
+        skipped: int,
+        tail: Sequence[Message],
+        *,
+        now: datetime,
+        given: TemplateInput = NOTHING_MORE,
+    ) -> RenderedText | None:
         """Return the end of `render`'s text, from message `skipped` on, without rendering the messages before it.
 
         first: the conversation's first message. tail: its messages from number `skipped` on. The messages before,
@@ -162,8 +178,8 @@ class ChatTemplate:
         return self._append(first, skipped, tail, now, given)
 
     def _append(
-        self, first: Message, skipped: int, tail: Sequence[Message], now: datetime, given: Given
-    ) -> Rendered | None:
+        self, first: Message, skipped: int, tail: Sequence[Message], now: datetime, given: TemplateInput
+    ) -> RenderedText | None:
         template = self._appended
         if template is None:
             return None
@@ -174,7 +190,7 @@ class ChatTemplate:
         flow = Flow(shown[0] if not skipped else _shown(first), skipped, shown, meter)
         _appending.flow = flow
         try:
-            whole = _run(_appending, template, {"messages": Said(flow), **beside}, _own(now, generate), meter)
+            whole = _run(_appending, template, {"messages": MessageTail(flow), **beside}, _own(now, generate), meter)
             at = flow.begins if skipped and flow.begins is not None else 0
             text = whole[at:] if generate else _begun(whole[at:], last.content)
         except TemplateError:
@@ -185,15 +201,15 @@ class ChatTemplate:
         if flow.refused or flow.begins is None or not (generate or text.strip()):
             return None
         if flow.settled is None or flow.settled[1] - at > len(text):
-            return Rendered(text, None)
-        return Rendered(text, Settled(flow.settled[0], flow.settled[1] - at))
+            return RenderedText(text, None)
+        return RenderedText(text, StablePrefix(flow.settled[0], flow.settled[1] - at))
 
     @cached_property
     def _appended(self) -> jinja2.Template | None:
         """The template compiled for texts that only grow; None if its text is not known to do so."""
         try:
             return _appending.from_string(self.source)
-        except Exception:  # NotAppendable, or an error of Python's compiler, as this source nests a little deeper
+        except Exception:  # AppendError, or an error of Python's compiler, as this source nests a little deeper
             return None
 
     def render_json(
@@ -226,7 +242,7 @@ class ChatTemplate:
 
 def _own(now: datetime, generate: bool) -> dict[str, Any]:
     """Return the template's input that does not come from the request."""
-    return {"add_generation_prompt": generate, "strftime_now": Offered(lambda pattern: _date(now, pattern))}
+    return {"add_generation_prompt": generate, "strftime_now": TemplateFunction(lambda pattern: _date(now, pattern))}
 
 
 def _run(sandbox: Sandbox, template: jinja2.Template, given: dict[str, Any], own: dict[str, Any], meter: Meter) -> str:

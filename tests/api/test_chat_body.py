@@ -11,7 +11,7 @@ import pytest
 from ssmd.api.http.body import parse_object
 from ssmd.api.openai.chat_body import NOT_BUILT, read_chat, to_request
 from ssmd.engine.request import Request
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.text.messages import Message
 
 VOCABULARY = 1000
@@ -23,8 +23,8 @@ def read(**fields: Any) -> Request:
     return to_request(read_chat(parse_object(raw)), VOCABULARY)
 
 
-def refused(**fields: Any) -> Rejected:
-    with pytest.raises(Rejected) as caught:
+def refused(**fields: Any) -> Rejection:
+    with pytest.raises(Rejection) as caught:
         read(**fields)
     assert caught.value.status == 400
     return caught.value
@@ -184,7 +184,7 @@ def test_missing_parameters_are_named() -> None:
     for name in ("model", "messages"):
         fields = {"model": "tiny", "messages": HELLO}
         del fields[name]
-        with pytest.raises(Rejected) as caught:
+        with pytest.raises(Rejection) as caught:
             read_chat(fields)
         assert (caught.value.param, caught.value.code) == (name, "missing_required_parameter")
 
@@ -222,13 +222,13 @@ def test_contents_are_brought_to_one_form() -> None:
     ],
 )
 def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(Rejection) as caught:
         parse_object(raw)
     assert caught.value.code == "invalid_json"
 
 
 def test_a_number_too_large_for_a_float_is_refused() -> None:
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(Rejection) as caught:
         read_chat(parse_object(b'{"model": "m", "messages": [], "temperature": 1e999}'))
     assert caught.value.param == "temperature"
 
@@ -262,7 +262,7 @@ def test_refusing_a_body_costs_no_more_than_reading_it(name: str) -> None:
     fields = parse_object(raw)
     tracemalloc.start()
     try:
-        with pytest.raises(Rejected) as refused:
+        with pytest.raises(Rejection) as refused:
             to_request(read_chat(fields), 1000)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -274,7 +274,7 @@ def test_refusing_a_body_costs_no_more_than_reading_it(name: str) -> None:
 def test_empty_lists_by_the_million_are_not_made() -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(Rejected, match="more than 250000 values"):
+        with pytest.raises(Rejection, match="more than 250000 values"):
             parse_object(b'{"messages":[' + b"[]," * 1_000_000 + b"[]]}")
         _, peak = tracemalloc.get_traced_memory()
     finally:

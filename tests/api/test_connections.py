@@ -31,9 +31,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api.generate import delivery
-from ssmd.api.generate.delivery import Gone
+from ssmd.api.generate.delivery import ClientGone
 from ssmd.api.http import connections
-from ssmd.api.http.connections import LATE_BYTES, Limits, Seldom
+from ssmd.api.http.connections import LATE_BYTES, Limits, LogLimiter
 from ssmd.engine.request import Delta
 from ssmd.machine.privatesocket import listen_privately
 
@@ -256,7 +256,7 @@ def test_descriptors_that_run_out_are_logged_once(
 ) -> None:
     """asyncio tries again every second, here sooner, and as often as its backlog each time."""
     monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.2)
-    seldom = Seldom()
+    seldom = LogLimiter()
     logging.getLogger("asyncio").addFilter(seldom)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     clients: list[socket.socket] = []
@@ -399,7 +399,7 @@ def test_who_reads_too_slowly_fills_no_disk(monkeypatch: pytest.MonkeyPatch, cap
 
     async def many() -> None:
         for _ in range(1000):
-            with pytest.raises(Gone):
+            with pytest.raises(ClientGone):
                 delivery.Delivery()(Delta(0, "a"))
 
     asyncio.run(many())
@@ -408,7 +408,7 @@ def test_who_reads_too_slowly_fills_no_disk(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_strangers_who_are_refused_fill_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some are told each minute, and then how many there were more; what is not theirs is told always."""
-    seldom = Seldom()
+    seldom = LogLimiter()
 
     def record(text: str) -> logging.LogRecord:
         return logging.LogRecord("ssmd.api.http.security", logging.INFO, "", 0, text, ("GET", "/", "no"), None)

@@ -25,7 +25,7 @@ from ssmd.engine.persist import writer as writer_module
 from ssmd.engine.persist.persistence import Persistence
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.rows.schema import reply
-from ssmd.sessions.store import Committed, Store
+from ssmd.sessions.store import CommitResult, Store
 
 RETRY = {"x-stainless-retry-count": "1"}
 RANDOM = {"temperature": 1, "max_tokens": 8}  # an answer that another run would not give
@@ -241,7 +241,7 @@ def test_what_is_not_stored_is_not_remembered(tiny: Daemon) -> None:
 
 
 def test_another_keys_name_is_another_domain() -> None:
-    def mark(owner: str) -> idempotency.Mark:
+    def mark(owner: str) -> idempotency.RequestIdentity:
         return idempotency.read_mark(Headers({"idempotency-key": "k"}), b"{}", owner)
 
     assert mark("one").key == mark("one").key
@@ -365,7 +365,7 @@ def test_a_retry_of_an_answer_that_was_given_up_runs(
         assert one.store is not None
         commit = one.store.commit
 
-        def slowly(*args: Any, **fields: Any) -> Committed:
+        def slowly(*args: Any, **fields: Any) -> CommitResult:
             time.sleep(0.5)
             return commit(*args, **fields)
 

@@ -17,8 +17,8 @@ from daemon import daemon, request, soon
 from starlette.requests import Request
 
 from ssmd.api.generate import delivery, fair_reading, front
-from ssmd.api.generate.delivery import Delivery, Gone
-from ssmd.api.generate.fair_reading import AT_ONCE, LONG_BYTES, Reading, client_of
+from ssmd.api.generate.delivery import ClientGone, Delivery
+from ssmd.api.generate.fair_reading import AT_ONCE, LONG_BYTES, RequestReaders, client_of
 from ssmd.api.http.keys import Caller, set_caller
 from ssmd.engine.prompt.planner import Planner
 from ssmd.engine.request import Delta
@@ -71,7 +71,7 @@ def test_a_client_is_an_address_a_network_or_a_process(host: str, place: str) ->
 
 def test_a_client_has_few_read_at_once_and_holds_up_no_other() -> None:
     async def run() -> tuple[list[str], list[str]]:
-        all_, held = Reading(lambda client: True), Held()
+        all_, held = RequestReaders(lambda client: True), Held()
         asked = [asyncio.create_task(all_.run(held.by(f"a{i}"), "a", 9, Delivery())) for i in range(5)]
         await begun(held, AT_ONCE)
         asked.append(asyncio.create_task(all_.run(held.by("b"), "b", 9, Delivery())))
@@ -90,7 +90,7 @@ def test_who_leaves_while_waiting_is_not_read() -> None:
         return {"type": "http.disconnect"}
 
     async def run() -> tuple[list[str], list[object]]:
-        all_, held = Reading(lambda client: True), Held()
+        all_, held = RequestReaders(lambda client: True), Held()
         gone = Delivery()
         asked = [
             asyncio.create_task(all_.run(held.by(f"a{i}"), "a", 9, gone if i == AT_ONCE else Delivery()))
@@ -98,14 +98,14 @@ def test_who_leaves_while_waiting_is_not_read() -> None:
         ]
         await begun(held, AT_ONCE)
         await gone.watch(left)
-        with pytest.raises(Gone):
+        with pytest.raises(ClientGone):
             await asked[AT_ONCE]
         held.go.set()
         return held.begun, await asyncio.gather(*asked, return_exceptions=True)
 
     begun_, done = asyncio.run(run())
     assert f"a{AT_ONCE}" not in begun_
-    assert isinstance(done.pop(AT_ONCE), Gone)
+    assert isinstance(done.pop(AT_ONCE), ClientGone)
     assert done == ["a0", "a1", f"a{AT_ONCE + 1}"]
 
 
@@ -114,7 +114,7 @@ def test_one_that_fails_passes_its_turn_on() -> None:
         raise ValueError("no")
 
     async def run() -> list[object]:
-        all_ = Reading(lambda client: True)
+        all_ = RequestReaders(lambda client: True)
         asked: list[Awaitable[str]] = [all_.run(fail, "a", 9, Delivery()) for _ in range(5)]
         failed = await asyncio.gather(*asked, return_exceptions=True)
         return [*map(type, failed), await all_.run(lambda: "read", "a", 9, Delivery())]
@@ -135,7 +135,7 @@ def test_beside_others_answers_reading_has_a_part_of_the_time(monkeypatch: pytes
 
     async def run() -> None:
         nonlocal beside
-        all_ = Reading(lambda client: beside and client == "a")
+        all_ = RequestReaders(lambda client: beside and client == "a")
         assert await all_.run(long, "a", 9, Delivery()) == "read"
         assert await all_.run(long, "b", 9, Delivery()) == "read"
         assert await all_.run(long, "b", 9, Delivery()) == "read", "nobody's answer is held up by it"
@@ -154,7 +154,7 @@ def test_long_bodies_are_read_where_a_processor_is_free() -> None:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     async def run() -> list[int]:
-        all_ = Reading(lambda client: False)
+        all_ = RequestReaders(lambda client: False)
         return [await all_.run(priority, "a", n, Delivery()) for n in (LONG_BYTES, LONG_BYTES + 1)]
 
     assert asyncio.run(run()) == [priority(), 19]
@@ -198,10 +198,10 @@ def test_who_reads_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(3):
             one(Delta(0, "x"))
             await asyncio.sleep(0)
-        with pytest.raises(Gone):
+        with pytest.raises(ClientGone):
             one(Delta(0, "x"))
         await asyncio.sleep(0)
-        with pytest.raises(Gone):
+        with pytest.raises(ClientGone):
             await one.next()
 
     asyncio.run(run())
@@ -247,7 +247,7 @@ def test_metering_of_a_body_ends_once_its_request_is_gone(
                 begun.set()
                 go_on()
             raise AssertionError("it went on")
-        except Gone:
+        except ClientGone:
             ended.set()
             raise
 

@@ -12,7 +12,7 @@ from serving import Served, serving
 from starlette.applications import Starlette
 
 from ssmd.api.own import pulls
-from ssmd.runtime.devices import Found, find
+from ssmd.runtime.devices import RuntimeStatus, find
 from ssmd.runtime.protocol import Device
 
 PATH = "/ssmd/v1/runtimes"
@@ -42,7 +42,7 @@ def test_what_the_doctor_finds() -> None:
 def test_many_who_ask_at_once_have_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 
-    def slow(*, limit_s: float) -> list[Found]:
+    def slow(*, limit_s: float) -> list[RuntimeStatus]:
         looks.append(limit_s)
         time.sleep(0.3)
         return []
@@ -74,7 +74,7 @@ def test_many_who_ask_at_once_have_one_look(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_no_path_of_the_user_is_told(problem: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [Found("one", problem, ()), Found("two", "", (Device("cpu", "a processor", problem),))]
+    found = [RuntimeStatus("one", problem, ()), RuntimeStatus("two", "", (Device("cpu", "a processor", problem),))]
     monkeypatch.setattr(pulls, "find", lambda *, limit_s: found)
     with served() as one:
         rows = one.ask("GET", PATH).json["data"]

@@ -14,7 +14,7 @@ from daemon import Daemon, daemon, quiet
 
 from ssmd.api.openai.messages import read_messages
 from ssmd.text.messages import Message, ToolCall
-from ssmd.text.template import NOTHING_MORE, Given
+from ssmd.text.template import NOTHING_MORE, TemplateInput
 
 Fields = dict[str, Any]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -133,9 +133,9 @@ def test_reasoning_under_either_name() -> None:
 
 
 def test_tools() -> None:
-    assert read(tools=[tool()]).given == Given((tool(),))
+    assert read(tools=[tool()]).given == TemplateInput((tool(),))
     assert read(tools=None).given == read(tools=[]).given == read(functions=[]).given == NOTHING_MORE
-    assert read(functions=[tool()["function"]]).given == Given((tool(),))
+    assert read(functions=[tool()["function"]]).given == TemplateInput((tool(),))
     bare = {"type": "function", "function": {"name": "f", "description": None, "strict": True}}
     empty = {"type": "object", "properties": {}}
     (made,) = read(tools=[bare]).given.tools

@@ -23,7 +23,7 @@ from conftest import TinyArtifacts
 from terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, PASTE, PASTED, UP, Terminal, terminal
 from test_server import running
 
-from ssmd.cli.chat.talk import Daemon, Room, Talk
+from ssmd.cli.chat.talk import ContextRoom, Daemon, Talk
 
 
 @pytest.fixture(scope="module")
@@ -443,10 +443,10 @@ def test_an_answer_that_was_cut_goes_on(home: Home) -> None:
 
 def test_an_answer_that_fills_the_context_cannot_go_on() -> None:
     asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because"}]
-    one = Talk(Daemon(lambda: None), "llama", messages=asked, finish="length", room=Room(512, 0, 0))
+    one = Talk(Daemon(lambda: None), "llama", messages=asked, finish="length", room=ContextRoom(512, 0, 0))
     assert one.ended().startswith("the last question and its answer fill the context")
     assert Talk(Daemon(lambda: None), "llama", messages=asked * 2, finish="length", room=one.room).ended() == ""
-    one.room, one.finish = Room(512, 100, 0), "stop"
+    one.room, one.finish = ContextRoom(512, 100, 0), "stop"
     assert one.ended() == "the last answer is complete"
 
 

@@ -18,7 +18,7 @@ from terminal import terminal
 from test_server import environment
 
 from ssmd.cli.chat.loop import stats_line
-from ssmd.cli.chat.talk import Said, conversation
+from ssmd.cli.chat.talk import ChatReply, conversation
 from ssmd.daemon.answers import SESSIONS, fits
 
 BAD = "\x1b]0;x\x07\n\u202eerror: \x9b2J"
@@ -91,7 +91,7 @@ def test_numbers_and_times_that_are_none() -> None:
     for used in (float("nan"), 1e300, -1, "x", None, True):
         assert not fits({"data": [{**SESSION, "last_used": used}], "has_more": False}, SESSIONS), used
     usage = {"prompt_tokens": "x", "prompt_tokens_details": [], "ssmd": {"tbt_ms": 0, "ttft_ms": None, "resume": BAD}}
-    assert stats_line(Said("", None, usage, True, True)).isprintable()
+    assert stats_line(ChatReply("", None, usage, True, True)).isprintable()
 
 
 def test_a_tree_that_goes_in_a_circle_ends() -> None:

@@ -16,7 +16,7 @@ from conftest import TinyArtifacts
 from terminal import CTRL_C, CTRL_D, UP, plain, terminal
 from test_server import running
 
-from ssmd.cli.chat.history import Kept
+from ssmd.cli.chat.history import ChatHistory
 from ssmd.cli.chat.terminal import WordWrap
 
 CTRL_Z = "\x1a"
@@ -148,21 +148,21 @@ def test_a_history_that_cannot_be_written_any_more(home: Home) -> None:
     assert home.asked() == ["Three"]
 
 
-def kept(history: Kept) -> list[str]:
+def kept(history: ChatHistory) -> list[str]:
     return [*history.load_history_strings()]
 
 
 def test_what_a_history_is(tmp_path: Path) -> None:
     """A file of prompt_toolkit's own kind. If it is removed, the next one has the same mode."""
     file = tmp_path / "history"
-    one = Kept(file)
+    one = ChatHistory(file)
     one.store_string("first")
     one.store_string("two\nlines \udce9")
-    assert kept(Kept(file)) == ["two\nlines ?", "first"]
+    assert kept(ChatHistory(file)) == ["two\nlines ?", "first"]
     file.unlink()
     os.umask(os.umask(0))
     one.store_string("later")
-    assert (one.problem, kept(Kept(file))) == ("", ["later"])
+    assert (one.problem, kept(ChatHistory(file))) == ("", ["later"])
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
@@ -183,7 +183,7 @@ def test_what_is_no_history(tmp_path: Path, what: str) -> None:
     else:
         file.touch()
         os.chown(file, 12345, 12345)
-    one = Kept(file)
+    one = ChatHistory(file)
     one.store_string("a secret")
     assert one.problem.startswith(f"messages are not kept for later chats: {file}: ")
     assert plain(one.problem).count("\n") == 0

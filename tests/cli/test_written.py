@@ -10,7 +10,7 @@ from daemon import Daemon, daemon
 from saying import Saying
 
 from ssmd.cli.chat import talk
-from ssmd.cli.chat.talk import Written
+from ssmd.cli.chat.talk import AnswerCollector
 from ssmd.daemon.discovery import Address
 
 
@@ -22,7 +22,7 @@ def says(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_reasoning_is_told_of_and_what_is_said_is_shown() -> None:
     told: list[object] = []
-    one = Written(told.append, told.append)
+    one = AnswerCollector(told.append, told.append)
     for thought in ("It ", "", "may rain."):
         one.think(thought)
     for said in ("", "Take ", "a coat."):
@@ -34,7 +34,7 @@ def test_reasoning_is_told_of_and_what_is_said_is_shown() -> None:
 
 def test_reasoning_that_is_cut_is_told_of_no_longer() -> None:
     told: list[object] = []
-    one = Written(told.append, told.append)
+    one = AnswerCollector(told.append, told.append)
     one.think("It ")
     one.pause()
     assert (told, one.text) == ([True, False], "<think>\nIt ")
@@ -42,11 +42,11 @@ def test_reasoning_that_is_cut_is_told_of_no_longer() -> None:
 
 def test_an_answer_goes_on_within_its_reasoning_and_after_it() -> None:
     told: list[object] = []
-    one = Written(told.append, told.append, begun="<think>\nIt ")
+    one = AnswerCollector(told.append, told.append, begun="<think>\nIt ")
     one.think("may rain.")
     one.say("Take ")
     assert (told, one.text) == ([True, False, "Take "], "<think>\nIt may rain.\n</think>\n\nTake ")
-    more = Written(told.append, told.append, begun=one.text)
+    more = AnswerCollector(told.append, told.append, begun=one.text)
     more.say("a coat.")
     assert (told[-1], more.text) == ("a coat.", f"{one.text}a coat.")
 

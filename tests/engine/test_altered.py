@@ -21,7 +21,7 @@ from sqlalchemy import LargeBinary, String
 
 from ssmd.engine.engine import Engine
 from ssmd.engine.persist import writer
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.fsck.check import examine
@@ -171,11 +171,11 @@ def test_a_session_whose_row_is_gone_is_not_unknown(loaded: tuple[Artifact, Prog
         with closing(sqlite3.connect(store.file)) as raw, raw:
             assert raw.execute("DELETE FROM session").rowcount == 1
         for ask in (lambda: plan(engine, (*talk, user("And?")), session=session), lambda: store.delete(session)):
-            with pytest.raises((Rejected, StoreError), match=f"{session}.*session check --repair") as refused:
+            with pytest.raises((Rejection, StoreError), match=f"{session}.*session check --repair") as refused:
                 ask()
             assert not isinstance(refused.value, UnknownSession)
             assert getattr(refused.value, "status", 503) == 503
-        with pytest.raises(Rejected, match="there is no session 'another'"):
+        with pytest.raises(Rejection, match="there is no session 'another'"):
             plan(engine, (*talk, user("And?")), session="another")
     assert repair(tmp_path / "data").repaired
     with engine_of(*loaded, tmp_path / "data") as (engine, store):

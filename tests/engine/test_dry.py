@@ -15,14 +15,14 @@ from several import models_folder, several
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.penalties import Dry, DryPenalty
 from ssmd.engine.sampling.sampler import Sampler
-from ssmd.model.defaults import EVERYTHING
+from ssmd.model.defaults import ALL_TOKENS
 from ssmd.text.tokenizer import Tokenizer
 
 V = 8
 
 
 def penalties_ref(said: Sequence[int], dry: Dry, breakers: Collection[int]) -> dict[int, float]:
-    ids = list(said) if dry.last_n == EVERYTHING else list(said[-dry.last_n :])
+    ids = list(said) if dry.last_n == ALL_TOKENS else list(said[-dry.last_n :])
     longest: dict[int, int] = {}
     for place in range(len(ids) - 1):
         n = 0
@@ -40,7 +40,7 @@ def penalties_ref(said: Sequence[int], dry: Dry, breakers: Collection[int]) -> d
 @given(
     before=st.lists(st.integers(0, V - 1), max_size=120),
     said=st.lists(st.integers(0, V - 1), max_size=40),
-    last_n=st.sampled_from([EVERYTHING, 1, 2, 7, 30, 500]),
+    last_n=st.sampled_from([ALL_TOKENS, 1, 2, 7, 30, 500]),
     allowed=st.integers(1, 4),
     breakers=st.sets(st.integers(0, V - 1), max_size=2),
 )

@@ -28,15 +28,15 @@ from ssmd.engine.persist import persistence
 from ssmd.engine.persist import writer as writer_module
 from ssmd.engine.persist.rerender import Rerenderer
 from ssmd.engine.persist.restore import Restorer
-from ssmd.engine.request import Delta, Done, Event, Failed, Recalled, Request, TokenLogprob, Usage
+from ssmd.engine.request import Delta, Event, Failure, Finish, Recall, Request, TokenLogprob, Usage
 from ssmd.engine.sampling.params import SamplingParams
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part
 from ssmd.runtime.protocol import Handle, Program, StateLost, get_runtime
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows import commits
-from ssmd.sessions.rows.checkpoints import Placed
+from ssmd.sessions.rows.checkpoints import CheckpointResult
 from ssmd.sessions.rows.schema import checkpoint, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.store import Store
@@ -59,7 +59,7 @@ def answered(text: str) -> Message:
 class Answer:
     texts: dict[int, str] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    end: Done | Failed | None = None
+    end: Finish | Failure | None = None
 
     @property
     def text(self) -> str:
@@ -67,7 +67,7 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        assert isinstance(self.end, Done), self.end
+        assert isinstance(self.end, Finish), self.end
         return self.end.usage
 
     @property
@@ -97,7 +97,7 @@ class Asked:
         while True:
             event = self.next()
             if not isinstance(event, Delta):
-                assert not isinstance(event, Recalled)
+                assert not isinstance(event, Recall)
                 answer.end = event
                 return answer
             answer.texts[event.index] = answer.texts.get(event.index, "") + event.text
@@ -246,7 +246,7 @@ def test_an_engine_without_a_store_answers_the_same(loaded: tuple[Artifact, Prog
         assert (answer.usage.session, answer.usage.stored, answer.usage.resume) == (None, False, "none")
         assert answer.usage.cached_tokens == 0
         assert answer.texts == ask(engine, *talk, n=2, store=False).texts
-    with pytest.raises(Rejected, match="no session"):
+    with pytest.raises(Rejection, match="no session"):
         ask(bare, *talk, session="ses_of_nobody")
     bare.shutdown(0)
 
@@ -257,13 +257,13 @@ def test_a_developer_is_the_system_to_a_template_that_knows_none(engine: Engine)
 
 
 def test_an_unknown_session_is_refused(engine: Engine) -> None:
-    with pytest.raises(Rejected, match="there is no session 'ses_none'") as refused:
+    with pytest.raises(Rejection, match="there is no session 'ses_none'") as refused:
         ask(engine, user("Hello?"), session="ses_none")
     assert refused.value.status == 404
 
 
 def test_a_prompt_longer_than_the_context_is_refused(engine: Engine) -> None:
-    with pytest.raises(Rejected, match="context is 512 tokens") as refused:
+    with pytest.raises(Rejection, match="context is 512 tokens") as refused:
         ask(engine, user("word " * 600))
     assert refused.value.code == "context_length_exceeded"
 
@@ -272,7 +272,7 @@ def test_the_context_ends_an_answer_with_length(
     engine: Engine, loaded: tuple[Artifact, Program], endless: SamplingParams
 ) -> None:
     answer = ask(engine, user("a" * 440), max_tokens=10_000, sampling=endless)
-    assert isinstance(answer.end, Done)
+    assert isinstance(answer.end, Finish)
     assert answer.end.finish_reasons == ("length",)
     assert answer.usage.prompt_tokens + answer.usage.completion_tokens == loaded[1].context
 
@@ -322,19 +322,19 @@ def test_a_state_whose_turn_does_not_come_is_for_who_asks_again(
     for name, value in (("AHEAD_BYTES", 1), ("LOOK_S", 0.1), ("LOOSE_S", 2.0)):
         monkeypatch.setattr(writer_module, name, value)
     engine = OwnEngine(*loaded, store)
-    prefilled = persistence._Kept.prefilled
+    prefilled = persistence._TurnStore.prefilled
     written: list[int] = []
 
-    def hang_up(self: persistence._Kept, handle: Handle, position: int) -> None:
+    def hang_up(self: persistence._TurnStore, handle: Handle, position: int) -> None:
         prefilled(self, handle, position)
         if position == self._prompt.system:
             written.append(position)
             engine._worker.running[0].cancel()
 
-    monkeypatch.setattr(persistence._Kept, "prefilled", hang_up)
+    monkeypatch.setattr(persistence._TurnStore, "prefilled", hang_up)
     engine.start()
     assert not ask(engine, LONG_SYSTEM, user("Are you there?")).usage.stored
-    monkeypatch.setattr(persistence._Kept, "prefilled", prefilled)
+    monkeypatch.setattr(persistence._TurnStore, "prefilled", prefilled)
     engine._persistence._writer.flush()  # type: ignore[union-attr]  # it has a store
     assert store.bytes_stored() > 0
     assert store.sessions() == []
@@ -365,7 +365,7 @@ def test_what_could_not_be_written_ahead_comes_with_its_turn(
     engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "AHEAD_BYTES", 1)
-    monkeypatch.setattr(store, "keep", lambda encoded: Placed(None, why_not="no room for it yet"))
+    monkeypatch.setattr(store, "keep", lambda encoded: CheckpointResult(None, why_not="no room for it yet"))
     first = ask(engine, user("Go on"))
     again = ask(engine, user("Go on"))
     assert (again.usage.resume, again.usage.cached_tokens) == ("exact", first.usage.prompt_tokens - 1)
@@ -512,7 +512,7 @@ def test_two_requests_interleave(engine: Engine, endless: SamplingParams) -> Non
     slow = Asked(engine, user("A long one."), before=lingers, max_tokens=300, sampling=endless)
     assert isinstance(slow.next(), Delta)
     quick = ask(engine, user("A short one."), max_tokens=3)
-    assert isinstance(quick.end, Done)
+    assert isinstance(quick.end, Finish)
     slow.generation.cancel()
     over.set()
     assert 0 < slow.answer().usage.completion_tokens < 300
@@ -531,7 +531,7 @@ def test_who_leaves_gives_up_a_place_at_once(engine: Engine, endless: SamplingPa
     left: list[Asked] = []
     for n in range(4):
         waiting = [Asked(engine, user(f"Wait {n} {i}.")) for i in range(3)]
-        with pytest.raises(Rejected, match="3 requests are waiting"):
+        with pytest.raises(Rejection, match="3 requests are waiting"):
             ask(engine, user("One too many."))
         for one in waiting:
             one.generation.cancel()
@@ -541,9 +541,9 @@ def test_who_leaves_gives_up_a_place_at_once(engine: Engine, endless: SamplingPa
     go_on.set()
     for one in left:
         end = one.answer().end
-        assert isinstance(end, Done)
+        assert isinstance(end, Finish)
         assert (end.usage.completion_tokens, end.usage.stored) == (0, False)
-    assert isinstance(running.answer().end, Done)
+    assert isinstance(running.answer().end, Finish)
     soon(lambda: engine._queue.unfinished == 0)
 
 
@@ -563,17 +563,17 @@ def test_clients_take_turns(engine: Engine, endless: SamplingParams) -> None:
 
     greedy = [endlessly(f"Mine {i}.", "a") for i in range(2)]
     more = [waits("a1"), waits("a2")]
-    assert isinstance(ask(engine, user("Just one."), client="b").end, Done), "it had a lane while the others went on"
+    assert isinstance(ask(engine, user("Just one."), client="b").end, Finish), "it had a lane while the others went on"
     beside = endlessly("And one for long.", "b")
     more.append(waits("c1"))
     assert order == []
     greedy[0].generation.cancel()  # two lanes are in use still: a and b have one each
-    assert isinstance(more[2].answer().end, Done)
+    assert isinstance(more[2].answer().end, Finish)
     assert set(order) == {"c1"}
     for one in (greedy[1], beside):
         one.generation.cancel()
     for one in more[:2]:
-        assert isinstance(one.answer().end, Done)
+        assert isinstance(one.answer().end, Finish)
     assert list(dict.fromkeys(order)) == ["c1", "a1", "a2"]
 
 
@@ -662,13 +662,13 @@ def test_when_to_come_back_follows_from_how_fast_the_queue_is(engine: Engine) ->
     while 1 not in told and len(asked) < 50:
         try:
             asked.append(Asked(engine, user("Short."), max_tokens=1, before=partial(time.sleep, 0.02)))
-        except Rejected as err:
+        except Rejection as err:
             told.append(err.retry_after_s)
             time.sleep(0.01)
     assert told[0] == 5, "nothing is known yet"
     assert told[-1] == 1
     for one in asked:
-        assert isinstance(one.answer().end, Done)
+        assert isinstance(one.answer().end, Finish)
 
 
 def test_a_full_queue_is_refused(engine: Engine, endless: SamplingParams) -> None:
@@ -676,13 +676,13 @@ def test_a_full_queue_is_refused(engine: Engine, endless: SamplingParams) -> Non
     for one in running:
         assert isinstance(one.next(), Delta)
     waiting = [Asked(engine, user(f"Wait {i}.")) for i in range(3)]
-    with pytest.raises(Rejected, match="3 requests are waiting") as refused:
+    with pytest.raises(Rejection, match="3 requests are waiting") as refused:
         ask(engine, user("One too many."))
     assert (refused.value.status, refused.value.code) == (503, "queue_full")
     assert refused.value.retry_after_s
     for one in running:
         one.generation.cancel()
-    assert all(isinstance(one.answer().end, Done) for one in [*running, *waiting])
+    assert all(isinstance(one.answer().end, Finish) for one in [*running, *waiting])
 
 
 def test_who_waits_most_gives_way_in_a_full_queue(engine: Engine, endless: SamplingParams) -> None:
@@ -693,27 +693,27 @@ def test_who_waits_most_gives_way_in_a_full_queue(engine: Engine, endless: Sampl
         running.append(Asked(engine, user("On."), client=client, **slow))  # type: ignore[arg-type]  # of many types
         assert isinstance(running[-1].next(), Delta)
     waiting = [Asked(engine, user(f"Wait {i}."), max_tokens=1, client="a") for i in range(3)]
-    with pytest.raises(Rejected, match="3 requests are waiting"):
+    with pytest.raises(Rejection, match="3 requests are waiting"):
         engine.check("a")
     engine.check("b")
     mine = Asked(engine, user("Mine."), max_tokens=1, client="b")
     lost = waiting.pop().answer().end
-    assert isinstance(lost, Failed)
+    assert isinstance(lost, Failure)
     assert (lost.error.status, lost.error.code) == (503, "queue_full")
     assert lost.error.retry_after_s
     for client in ("a", "b"):  # two and one: no client is ahead by more than one
-        with pytest.raises(Rejected, match="3 requests are waiting"):
+        with pytest.raises(Rejection, match="3 requests are waiting"):
             Asked(engine, user("And one."), client=client)
     for one in running:
         one.generation.cancel()
-    assert all(isinstance(one.answer().end, Done) for one in [*running, *waiting, mine])
+    assert all(isinstance(one.answer().end, Finish) for one in [*running, *waiting, mine])
     soon(lambda: engine._queue.unfinished == 0)
 
 
 def test_every_client_has_a_lane_as_far_as_memory_goes(
     loaded: tuple[Artifact, Program], endless: SamplingParams
 ) -> None:
-    engine = OwnEngine(*loaded, None, max_running=2, spare_lanes=3)
+    engine = OwnEngine(*loaded, None, max_running=2, spare_choices=3)
     engine.start()
 
     def endlessly(client: str) -> Asked:
@@ -726,13 +726,13 @@ def test_every_client_has_a_lane_as_far_as_memory_goes(
         mine.append(endlessly(client))
         assert isinstance(mine[-1].next(), Delta)
     greedy += [endlessly("a"), endlessly("a")]
-    assert isinstance(ask(engine, user("Just one."), client="d", max_tokens=1).end, Done)
+    assert isinstance(ask(engine, user("Just one."), client="d", max_tokens=1).end, Finish)
     second = Asked(engine, user("Two."), max_tokens=1, client="b")
     time.sleep(0.1)
     assert [len(engine._queue), len(engine._worker.running)] == [3, 4], "a spare lane is for who has none"
     for one in [*greedy, *others]:
         one.generation.cancel()
-    assert isinstance(second.answer().end, Done)
+    assert isinstance(second.answer().end, Finish)
     engine.shutdown(grace_s=0)
 
 
@@ -754,10 +754,10 @@ def test_shutdown_cuts_what_runs_and_stores_it(
     ended.start()
     answer = asked.answer()
     ended.join()
-    assert isinstance(answer.end, Failed)
+    assert isinstance(answer.end, Failure)
     assert answer.end.error.status == 503
     assert not store.turns(str(asked.generation.asked.session))[0].complete
-    with pytest.raises(Rejected, match="shutting down"):
+    with pytest.raises(Rejection, match="shutting down"):
         ask(engine, user("Too late."))
 
 
@@ -848,9 +848,9 @@ def test_the_store_is_well_when_a_client_learns_of_a_stored_turn(
 ) -> None:
     """Also when the operating system runs the client's thread first."""
     assert engine.writer is not None
-    well = writer_module.Condition.well
+    well = writer_module.StoreHealth.well
 
-    def slowly(self: writer_module.Condition) -> None:
+    def slowly(self: writer_module.StoreHealth) -> None:
         time.sleep(0.5)
         well(self)
 
@@ -859,7 +859,7 @@ def test_the_store_is_well_when_a_client_learns_of_a_stored_turn(
     assert engine.writer.condition.reason == "error"
     as_ever(store)
     engine.writer._pace.note(8 << 20, takes_ms)
-    monkeypatch.setattr(writer_module.Condition, "well", slowly)
+    monkeypatch.setattr(writer_module.StoreHealth, "well", slowly)
     assert told(ask(engine, user("After."))) == (True, True)
     assert engine.writer.condition.reason == ""
 
@@ -888,7 +888,9 @@ def test_an_attempt_after_a_failed_commit_has_its_bound(hangs: bool, monkeypatch
     monkeypatch.setattr(writer_module, "TEXT_PATIENCE_S", 0.3)
     told: queue.SimpleQueue[tuple[bool, bool]] = queue.SimpleQueue()
     lost: list[bool] = []
-    standing = writer_module._Standing(lambda *said: told.put(said), lambda: None, lambda _, text: lost.append(text))
+    standing = writer_module._CommitStatus(
+        lambda *said: told.put(said), lambda: None, lambda _, text: lost.append(text)
+    )
     standing.begin()
     standing.sure()  # and the COMMIT that follows fails
     if hangs:
@@ -1043,7 +1045,7 @@ def test_cancelling_during_a_restore_leaves_nothing_behind(
     gone = Asked(engine, user("Remember me."), answered(first.text), user("Do you?"))
     assert entered.wait(60)
     gone.generation.cancel()
-    assert isinstance(gone.answer().end, Done), "the worker did not wait for the state"
+    assert isinstance(gone.answer().end, Finish), "the worker did not wait for the state"
     assert held, "the state is restored while nobody wants it any more"
     go_on.set()
     soon(lambda: not held)
@@ -1061,7 +1063,7 @@ def test_a_failed_restore_ends_its_request_and_leaves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(loaded[1], "fill", broken)
         failed = ask(engine, *talk)
-    assert isinstance(failed.end, Failed)
+    assert isinstance(failed.end, Failure)
     assert (failed.end.error.status, failed.end.error.code) == (503, "device_lost")
     soon(lambda: not held)
     assert ask(engine, *talk).usage.resume == "exact"
@@ -1092,10 +1094,10 @@ def test_what_cannot_be_saved_gives_its_memory_back(
         patched.setattr(program, "release", released)
         patched.setattr(program, "decode", fails)
         failed = ask(engine, user("I am lost."), max_tokens=50, sampling=endless)
-        assert isinstance(failed.end, Failed)
+        assert isinstance(failed.end, Failure)
         assert (failed.end.error.status, failed.end.error.code) == (503, "device_lost")
         soon(lambda: used[-1] in left)
-    assert isinstance(ask(engine, user("I am not.")).end, Done)
+    assert isinstance(ask(engine, user("I am not.")).end, Finish)
 
 
 def test_a_failing_step_ends_its_request_alone(
@@ -1110,9 +1112,9 @@ def test_a_failing_step_ends_its_request_alone(
     with monkeypatch.context() as patched:
         patched.setattr(loaded[1], "prefill", broken)
         answer = ask(engine, user("I fail."))
-    assert isinstance(answer.end, Failed)
+    assert isinstance(answer.end, Failure)
     assert "on fire" in answer.end.error.message
-    assert isinstance(slow.answer().end, Done)
+    assert isinstance(slow.answer().end, Finish)
 
 
 @pytest.mark.parametrize("what", ["save", "clone"])
@@ -1133,9 +1135,9 @@ def test_who_finds_no_memory_ends_alone(
     with monkeypatch.context() as patched:
         patched.setattr(loaded[1], what, none)
         failed = ask(engine, user("I am long. " * 20), n=2)
-        assert isinstance(failed.end, Failed)
+        assert isinstance(failed.end, Failure)
         assert "no room" in failed.end.error.message
-    assert isinstance(slow.answer().end, Done)
+    assert isinstance(slow.answer().end, Finish)
 
 
 def test_a_stream_without_memory_ends_alone(
@@ -1159,11 +1161,11 @@ def test_a_stream_without_memory_ends_alone(
         first = other.next()
         assert isinstance(first, Delta)
         failed = ask(engine, user("I am long. " * 40))
-        assert isinstance(failed.end, Failed)
+        assert isinstance(failed.end, Failure)
         assert "64 MB more" in failed.end.error.message
         answer = other.answer()
     assert 2 in together
-    assert (first.text + answer.text, isinstance(answer.end, Done)) == (alone.text, True)
+    assert (first.text + answer.text, isinstance(answer.end, Finish)) == (alone.text, True)
 
 
 @pytest.mark.parametrize("what", ["begin", "release"])
@@ -1180,6 +1182,6 @@ def test_the_worker_outlives_what_fails_beside_its_steps(
     with monkeypatch.context() as patched:
         patched.setattr(*((Restorer, "begin", broken) if what == "begin" else (loaded[1], "release", broken)))
         failed = ask(engine, *talk)
-        assert isinstance(failed.end, Failed if what == "begin" else Done)
-        assert isinstance(ask(engine, user("I am new.")).end, Done)
+        assert isinstance(failed.end, Failure if what == "begin" else Finish)
+        assert isinstance(ask(engine, user("I am new.")).end, Finish)
     assert ask(engine, *talk).usage.resume == "exact"

@@ -23,7 +23,7 @@ from vocabularies import each_kind
 
 from ssmd.api.openai.structured import of_choice, of_grammar, of_regex, of_schema
 from ssmd.engine.sampling.grammar import FORCED_LEAST, MAX_BYTES, Grammars, Guide
-from ssmd.engine.terms import Grammar, Rejected
+from ssmd.engine.terms import Grammar, Rejection
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -209,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("schema", "way"), REFUSED)
 def test_a_schema_that_is_not_supported_is_refused_with_its_path(schema: dict[str, Any], way: str) -> None:
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(Rejection) as caught:
         grammars("qwen").read(of_schema(schema, "response_format"))
     assert (caught.value.status, caught.value.code, caught.value.param) == (
         400,
@@ -234,7 +234,7 @@ def test_a_schema_that_is_not_supported_is_refused_with_its_path(schema: dict[st
     ],
 )
 def test_so_is_any_other_grammar(text: str) -> None:
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(Rejection) as caught:
         grammars("qwen").read(Grammar(text, "grammar"))
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_value", "grammar")
 
@@ -250,17 +250,17 @@ def test_so_is_any_other_grammar(text: str) -> None:
     ],
 )
 def test_a_grammar_that_would_end_the_process_is_not_read(text: str, param: str) -> None:
-    with pytest.raises(Rejected) as caught:
+    with pytest.raises(Rejection) as caught:
         grammars("qwen").read(of_grammar(text, "grammar"))
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_a_disallowed_token_is_an_error_and_no_other_may_follow() -> None:
     guide = grammars("byte-level").read(grammar_of(CITY))
-    with pytest.raises(Rejected, match="cannot be followed any further") as caught:
+    with pytest.raises(Rejection, match="cannot be followed any further") as caught:
         guide.take(vocabularies.id_of("byte-level", "x"))
     assert (caught.value.status, caught.value.code) == (500, "grammar_failed")
-    with pytest.raises(Rejected):
+    with pytest.raises(Rejection):
         guide.take(vocabularies.id_of("byte-level", "{"))
 
 
@@ -268,7 +268,7 @@ def test_a_grammar_that_no_text_fits_is_named_as_the_error() -> None:
     guide = grammars("byte-level").read(of_grammar('start: "go" A\nA: /x/ & /y/\n', "guided_grammar"))
     for token in vocabularies.library("byte-level").encode("go").ids:
         guide.take(token)
-    with pytest.raises(Rejected, match="guided_grammar cannot be followed any further: no text fits it") as caught:
+    with pytest.raises(Rejection, match="guided_grammar cannot be followed any further: no text fits it") as caught:
         guide.mask()
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "grammar_failed", "guided_grammar")
 

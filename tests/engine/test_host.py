@@ -23,17 +23,17 @@ from engine.test_engine import Asked, answered, ask, user
 from several import GRANITE, LLAMA, OTHER, models_folder
 
 from ssmd.config import Settings
-from ssmd.engine.decode.device import Turns
+from ssmd.engine.decode.device import DeviceLock
 from ssmd.engine.engine import Engine
 from ssmd.engine.host import loader
 from ssmd.engine.host import models as shelf
 from ssmd.engine.host.host import Host
-from ssmd.engine.host.loader import Hosted, Lease, NoRoom, make_room
+from ssmd.engine.host.loader import HostedModel, ModelLease, NoMemory, make_room
 from ssmd.engine.host.models import Model
-from ssmd.engine.host.opening import close_host, lane_bytes, open_host
+from ssmd.engine.host.opening import choice_bytes, close_host, open_host
 from ssmd.engine.sampling.params import SamplingParams
-from ssmd.engine.terms import Rejected
-from ssmd.installed import Installed, read
+from ssmd.engine.terms import Rejection
+from ssmd.installed import InstalledModel, read
 from ssmd.machine import memory
 from ssmd.runtime.protocol import ProgramError
 
@@ -62,7 +62,7 @@ def hosting(models: Path, model: str | None = None, lazy: bool = False, **settin
         close_host(host)
 
 
-def lent(host: Host, name: str, **fields: Any) -> Lease:
+def lent(host: Host, name: str, **fields: Any) -> ModelLease:
     return host.lend(host.shelf.find(name), **fields).result(60)
 
 
@@ -74,8 +74,8 @@ def state(host: Host, id_: str) -> dict[str, Any]:
     return next(row for row in host.live().models if row["id"] == id_)
 
 
-def refusal(future: Future[Lease]) -> Rejected:
-    with pytest.raises(Rejected) as caught:
+def refusal(future: Future[ModelLease]) -> Rejection:
+    with pytest.raises(Rejection) as caught:
         future.result(60)
     return caught.value
 
@@ -86,7 +86,7 @@ def test_models_are_known_by_name_and_by_runtime(models: Path) -> None:
         found = {name: host.shelf.find(name).id for name in ("llama", "granite", OTHER, "llama@openvino-cpu-f32")}
         assert found == {"llama": LLAMA, "granite": GRANITE, OTHER: OTHER, "llama@openvino-cpu-f32": OTHER}
         for name in ("lama", "llama@wgpu", "llama@", "@litert", "../llama", "", "a" * 5000):
-            with pytest.raises(Rejected) as caught:
+            with pytest.raises(Rejection) as caught:
                 host.shelf.find(name)
             assert (caught.value.status, caught.value.code) == (404, "model_not_found")
             assert len(caught.value.message) < 200
@@ -169,7 +169,7 @@ def test_a_model_that_is_larger_than_the_budget(models: Path) -> None:
     with hosting(models, memory_budget=1000) as host:
         refused = refusal(host.lend(host.shelf.find("llama")))
         assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_memory", None)
-    with pytest.raises(Rejected, match="models may take"):
+    with pytest.raises(Rejection, match="models may take"):
         open_host(Settings(models_dir=models, data_dir=models.parent / "data", memory_budget=1000), "llama", keep=False)
 
 
@@ -244,7 +244,7 @@ def test_who_waits_too_long_for_memory_is_told_who_has_it(models: Path, monkeypa
 def lane(host: Host) -> int:
     """Bytes that an answer of a model takes."""
     program = lent(host, LLAMA).engine.program
-    return lane_bytes(program.spec, program.context)
+    return choice_bytes(program.spec, program.context)
 
 
 def test_answers_take_no_more_memory_than_models_may(models: Path) -> None:
@@ -402,7 +402,7 @@ def test_a_replaced_folder_is_loaded_anew_after_its_last_lease(models: Path, art
         lease.release()
         shutil.rmtree(models / "granite")
         soon(lambda: loaded(host) == set())
-        with pytest.raises(Rejected, match="no model 'granite'"):
+        with pytest.raises(Rejection, match="no model 'granite'"):
             host.shelf.find("granite")
 
 
@@ -476,10 +476,10 @@ def test_too_many_wait_for_a_model(models: Path) -> None:
 
 
 def test_room_is_made_of_idle_models_first_and_only_as_needed() -> None:
-    nowhere = Model("m@litert", Installed("m", Path("m"), None), None)
+    nowhere = Model("m@litert", InstalledModel("m", Path("m"), None), None)
 
-    def sized(size: int, used: float, leases: int = 0, pinned: bool = False) -> Hosted:
-        return Hosted(nowhere, 1.0, pinned=pinned, leases=leases, last_used=used, weight=size << 20)
+    def sized(size: int, used: float, leases: int = 0, pinned: bool = False) -> HostedModel:
+        return HostedModel(nowhere, 1.0, pinned=pinned, leases=leases, last_used=used, weight=size << 20)
 
     busy, old, young, pin = sized(50, 1, leases=1), sized(40, 2), sized(40, 3), sized(35, 0, pinned=True)
     everything = [busy, old, young, pin]
@@ -494,13 +494,13 @@ def test_room_is_made_of_idle_models_first_and_only_as_needed() -> None:
     }
     assert make_room(sized(500, 9), everything, 205 << 20) == [old, young, busy], "it was seen to be too large"
     assert make_room(sized(500, 9), everything, 64 << 20) == [old, young, busy]
-    with pytest.raises(NoRoom, match="pinned"):
+    with pytest.raises(NoMemory, match="pinned"):
         make_room(sized(20, 9), everything, (64 << 20) - 1)
 
 
 def test_programs_take_turns() -> None:
     """A thread that asks again at once comes after the waiting ones."""
-    turns, order, ready = Turns(), list[str](), threading.Barrier(3)
+    turns, order, ready = DeviceLock(), list[str](), threading.Barrier(3)
 
     def work(name: str) -> None:
         ready.wait()
@@ -519,7 +519,7 @@ def test_programs_take_turns() -> None:
 
 
 def test_others_know_who_is_busy() -> None:
-    turns, woken = Turns(), list[str]()
+    turns, woken = DeviceLock(), list[str]()
     for name in "ab":
         turns.join(name, partial(woken.append, name))
     assert not turns.others_busy("a")
@@ -575,7 +575,7 @@ def test_who_waits_keeps_none_back_that_is_not_in_its_way(models: Path) -> None:
         small = host.shelf.find(LLAMA)
         large = Model(GRANITE, replace(host.shelf.find(GRANITE).found), host.shelf.find(GRANITE).stamp)
         first = lent(host, LLAMA)
-        host._loader.hosted[GRANITE] = Hosted(large, math.inf, weight=80 << 20)
+        host._loader.hosted[GRANITE] = HostedModel(large, math.inf, weight=80 << 20)
         waits = host.lend(host.shelf.find(GRANITE))
         soon(lambda: host._loader.hosted[LLAMA].leaving)
         behind = host.lend(host.shelf.find(OTHER))
@@ -633,7 +633,7 @@ def test_a_broken_folder_is_not_read_at_every_look(models: Path, monkeypatch: py
     with hosting(models) as host:
         looks = list[str]()
 
-        def noting(name: str, path: Path) -> Installed:
+        def noting(name: str, path: Path) -> InstalledModel:
             looks.append(name)
             return read(name, path)
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from ssmd.engine.decode.fairness import FAIR, Open, Shares
+from ssmd.engine.decode.fairness import FAIR, FairShare, Open
 from ssmd.engine.host.opening import affordable
 from ssmd.machine import memory
 from ssmd.model.state import StateSpec, TensorSpec
@@ -49,7 +49,7 @@ def test_a_limit_of_this_process_counts(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_clients_take_turns_at_reading() -> None:
     """Also where no choice decodes: a client with one short prompt does not wait for eight long ones."""
     long, short = ([reading(client)] * n for client, n in (("a", 8), ("b", 1)))
-    shares = Shares(8)
+    shares = FairShare(8)
     read = []
     for _ in range(4):
         [first, *_] = shares.in_turn([*long, *short])
@@ -109,16 +109,16 @@ def batched(streams: int) -> float:
     return {0: 0.0, 1: 1.0}.get(streams, 1.6 if streams <= 4 else 2.7 + (streams - 8) * (streams > 8))
 
 
-def steps(shares: Shares, unended: list[Open], count: int) -> list[list[str]]:
+def steps(shares: FairShare, unended: list[Open], count: int) -> list[list[str]]:
     return [[str(choice) for _, choice in shares.choices(unended)] for _ in range(count)]
 
 
 def test_all_of_one_client_are_in_each_step() -> None:
-    assert steps(Shares(8, step_cost=batched), answers(a=8), 1) == [[f"a{i}" for i in range(8)]]
+    assert steps(FairShare(8, step_cost=batched), answers(a=8), 1) == [[f"a{i}" for i in range(8)]]
 
 
 def test_who_has_more_fills_the_lanes_that_cost_nothing() -> None:
-    found = steps(Shares(8, step_cost=batched), answers(a=7, b=1), 14)
+    found = steps(FairShare(8, step_cost=batched), answers(a=7, b=1), 14)
     assert {len(step) for step in found} == {4}
     assert all("b0" in step for step in found)
     counted = Counter(choice for step in found for choice in step)
@@ -128,20 +128,20 @@ def test_who_has_more_fills_the_lanes_that_cost_nothing() -> None:
 
 
 def test_a_prompt_that_ends_takes_a_place_of_the_step() -> None:
-    shares = Shares(8, step_cost=batched)
+    shares = FairShare(8, step_cost=batched)
     assert len(shares.choices(answers(a=7, b=1), beside=1)) == 3
     assert len(shares.choices(answers(a=3, b=1, c=1, d=1), beside=1)) == 6  # five cost what eight do, and none is left
 
 
 def test_each_client_has_a_token_in_each_step_at_any_cost() -> None:
-    found = steps(Shares(8, step_cost=batched), answers(a=2, b=1, c=2, d=1, e=1), 6)
+    found = steps(FairShare(8, step_cost=batched), answers(a=2, b=1, c=2, d=1, e=1), 6)
     for step in found:
         assert {choice[0] for choice in step} == set("abcde")
     assert len(found[0]) == 7  # all of them, as eight cost what five do
 
 
 def test_where_steps_are_serial_each_client_has_one_choice() -> None:
-    found = steps(Shares(8), answers(a=5, b=2), 10)
+    found = steps(FairShare(8), answers(a=5, b=2), 10)
     assert all(sorted(choice[0] for choice in step) == ["a", "b"] for step in found)
     counted = Counter(choice for step in found for choice in step)
     assert {counted[f"a{i}"] for i in range(5)} == {2}

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from ssmd.engine.metrics import TBT_BOUNDS_S, Live, Metrics, Series
+from ssmd.engine.metrics import TBT_BOUNDS_S, LiveStatus, Metrics, Series
 from ssmd.engine.prometheus import Exposition
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -61,7 +61,7 @@ def test_prometheus_shows_seconds_and_counts() -> None:
     metrics.checkpoint(1000, 4.0)
     metrics.checkpoint(500, 6.0)
     metrics.stored_bytes(12345, 99999)
-    metrics.live = lambda: Live(models=[ROW], memory={"budget_bytes": 77, "used_bytes": 33})
+    metrics.live = lambda: LiveStatus(models=[ROW], memory={"budget_bytes": 77, "used_bytes": 33})
     found = samples(metrics)
     assert found["ssmd_ttft_seconds_count", (model,)] == 2
     assert found["ssmd_ttft_seconds_sum", (model,)] == pytest.approx(2.52)
@@ -140,7 +140,7 @@ def test_tokens_count_when_they_come_and_cancelled_answers_count() -> None:
 
 def test_models_are_counted_apart_and_together() -> None:
     metrics = Metrics()
-    metrics.live = lambda: Live(models=[ROW, {**ROW, "id": "other@openvino"}])
+    metrics.live = lambda: LiveStatus(models=[ROW, {**ROW, "id": "other@openvino"}])
     done(metrics, 10.0)
     metrics.of("other@openvino").first_token(
         ttft_ms=40.0, prompt_tokens=7, cached_tokens=0, prefill_ms=1.0, restore_ms=0.0

@@ -14,12 +14,12 @@ from engines import OwnEngine
 from numpy.typing import NDArray
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.request import Delta, Done, Event, Request
+from ssmd.engine.request import Delta, Event, Finish, Request
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.penalties import Repetition
 from ssmd.engine.sampling.sampler import Sampler
 from ssmd.model.artifact import Artifact
-from ssmd.model.defaults import EVERYTHING
+from ssmd.model.defaults import ALL_TOKENS
 from ssmd.runtime.protocol import get_runtime
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
@@ -42,14 +42,14 @@ def penalized_ref(ids: NDArray[np.int32] | list[int], penalty: float, row: NDArr
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.1, 1.3, 30.0])
-@pytest.mark.parametrize("last_n", [1, 5, 64, 200, EVERYTHING])
+@pytest.mark.parametrize("last_n", [1, 5, 64, 200, ALL_TOKENS])
 def test_the_penalty_is_that_of_transformers(penalty: float, last_n: int) -> None:
     """Over 150 tokens: the window is filled by the prompt, written over and, where it is longer, grows."""
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty, repeat_last_n=last_n)
     sampler, said = Sampler(params, before=PROMPT), [int(i) for i in PROMPT]
     for step in range(150):
         row = logits(step)
-        window = said if last_n == EVERYTHING else said[-last_n:]
+        window = said if last_n == ALL_TOKENS else said[-last_n:]
         expected = penalized_ref(window, penalty, row)
         own = row.copy()
         [repetition] = sampler._penalties
@@ -74,7 +74,7 @@ def test_the_penalty_comes_after_the_bias_and_shows_in_logprobs() -> None:
     assert sample.logprob == pytest.approx(biased[3] - np.log(np.exp(biased).sum()), abs=1e-5)
 
 
-@pytest.mark.parametrize("fields", [{}, {"repetition_penalty": 1.3, "repeat_last_n": 0}, {"repeat_last_n": EVERYTHING}])
+@pytest.mark.parametrize("fields", [{}, {"repetition_penalty": 1.3, "repeat_last_n": 0}, {"repeat_last_n": ALL_TOKENS}])
 def test_off_is_off(fields: dict[str, Any]) -> None:
     sampler = Sampler(SamplingParams(temperature=0.0, **fields), before=PROMPT)
     assert sampler._penalties == []
@@ -113,7 +113,7 @@ def test_min_p_leaves_the_tokens_that_transformers_leaves(
     assert likely <= set(drawn) <= kept
 
 
-@pytest.mark.parametrize("last_n", [40, EVERYTHING])
+@pytest.mark.parametrize("last_n", [40, ALL_TOKENS])
 def test_a_resumed_prompt_counts_the_ids_that_need_not_be_read(
     artifacts: TinyArtifacts, tmp_path: Path, last_n: int
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_resumed_prompt_counts_the_ids_that_need_not_be_read(
         assert plain.start > 40, "all is at hand: the test tells nothing"
         sampling = SamplingParams(temperature=0.0, repetition_penalty=30.0, repeat_last_n=last_n)
         ids = engine._planner.plan(Request(tuple(said), sampling)).ids
-        assert ids.start <= (0 if last_n == EVERYTHING else len(ids) - last_n)
+        assert ids.start <= (0 if last_n == ALL_TOKENS else len(ids) - last_n)
         alone = whole._planner.plan(Request(tuple(said), sampling)).ids
         assert ids.own.tolist() == alone.own[ids.start :].tolist()
         text, done = answered(engine, said, sampling)
@@ -146,11 +146,11 @@ def test_a_resumed_prompt_counts_the_ids_that_need_not_be_read(
         store.close()
 
 
-def answered(engine: Engine, said: Sequence[Message], sampling: SamplingParams) -> tuple[str, Done]:
+def answered(engine: Engine, said: Sequence[Message], sampling: SamplingParams) -> tuple[str, Finish]:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     engine.submit(Request(tuple(said), sampling, max_tokens=8), events.put)
     text = ""
     while isinstance(event := events.get(timeout=60), Delta):
         text += event.text
-    assert isinstance(event, Done), event
+    assert isinstance(event, Finish), event
     return text, event

@@ -25,14 +25,14 @@ from keeping import whole as whole_of
 from ssmd.engine.engine import Engine
 from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Request
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Artifact, SpecialTokens
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn
 from ssmd.text.messages import Message, ToolCall
-from ssmd.text.telling import Telling
-from ssmd.text.template import NOTHING_MORE, ChatTemplate, Given, Rendered, TemplateError
+from ssmd.text.telling import MessageAdapter
+from ssmd.text.template import NOTHING_MORE, ChatTemplate, RenderedText, TemplateError, TemplateInput
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 NOW = datetime(2026, 11, 21, 9, 5, tzinfo=UTC)
@@ -52,8 +52,8 @@ def tool(name: str, about: str = "Says what the weather is, in so many words. ")
     return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
 
 
-WEATHER, CLOCK = Given((tool("weather"),)), Given((tool("clock", "Tells the time. "),))
-GIVEN = (NOTHING_MORE, WEATHER, CLOCK, Given((), {"enable_thinking": True}))
+WEATHER, CLOCK = TemplateInput((tool("weather"),)), TemplateInput((tool("clock", "Tells the time. "),))
+GIVEN = (NOTHING_MORE, WEATHER, CLOCK, TemplateInput((), {"enable_thinking": True}))
 TALK = (
     LONG_SYSTEM,
     user("How is it in Bonn?"),
@@ -75,12 +75,12 @@ def engine_with(source: str, loaded: tuple[Artifact, Program], folder: Path) -> 
         yield served
 
 
-def plan(engine: Engine, *talk: Message, given: Given = WEATHER) -> Prompt:
+def plan(engine: Engine, *talk: Message, given: TemplateInput = WEATHER) -> Prompt:
     return engine._planner.plan(Request(talk, given=given))
 
 
 def scratch(
-    engine: Engine, store: Store, prompt: Prompt, talk: tuple[Message, ...], given: Given
+    engine: Engine, store: Store, prompt: Prompt, talk: tuple[Message, ...], given: TemplateInput
 ) -> tuple[list[int], str]:
     """All ids and all text of a prompt, of the whole conversation rendered."""
     planner, tokenizer = engine._planner, engine._planner._tokenizer
@@ -120,9 +120,9 @@ def test_a_text_is_not_known_to_stay_with_other_tools(loaded: tuple[Artifact, Pr
         after = engine._planner._renderer.after
         assert turn.settled is not None
         assert after(turn, TALK[0], [user("x")], NOW, WEATHER) is not None
-        for asked in (NOTHING_MORE, CLOCK, Given(WEATHER.tools, {"enable_thinking": True})):
+        for asked in (NOTHING_MORE, CLOCK, TemplateInput(WEATHER.tools, {"enable_thinking": True})):
             assert after(turn, TALK[0], [user("x")], NOW, asked) is None
-        unasked = Given(WEATHER.tools, {"no_name_of_the_template": 1})
+        unasked = TemplateInput(WEATHER.tools, {"no_name_of_the_template": 1})
         assert after(turn, TALK[0], [user("x")], NOW, unasked) is not None
 
 
@@ -156,7 +156,7 @@ def test_a_cut_answer_is_read_again_with_its_tools(name: str, loaded: tuple[Arti
         assert next_.usage.cached_tokens > cut.usage.prompt_tokens, "the answer, too"
 
 
-def put(engine: Engine, store: Store, talk: tuple[Message, ...], answer: Message, given: Given) -> str:
+def put(engine: Engine, store: Store, talk: tuple[Message, ...], answer: Message, given: TemplateInput) -> str:
     """A turn that is answered with calls, as its model's format gives them."""
     prompt = plan(engine, *talk, given=given)
     assert prompt.info is not None
@@ -226,7 +226,7 @@ def test_tools_fit_an_alternating_template_without_system_prompt(
         assert f"[INST] {results} [/INST]" in text
         again = answer_of(engine, more, given=WEATHER)
         assert again.usage.cached_tokens >= answer.usage.prompt_tokens
-        with pytest.raises(Rejected, match="must alternate"):
+        with pytest.raises(Rejection, match="must alternate"):
             plan(engine, user("a"), user("b"))
 
 
@@ -258,7 +258,7 @@ def test_the_text_grows_as_it_is_rendered_whole(
     name: str, first: list[Message], more: list[list[Message]], n: int
 ) -> None:
     template, given = compiled[name], GIVEN[n]
-    telling = Telling(template.source, lambda text: text)
+    telling = MessageAdapter(template.source, lambda text: text)
     told = telling.told(given)
 
     def whole(said: list[Message]) -> str:
@@ -267,7 +267,7 @@ def test_the_text_grows_as_it_is_rendered_whole(
     said = first
     shown, added = telling.conversation(said, told)
     try:
-        rendered: Rendered | None = template.render_settled(shown, now=NOW, given=told.given)
+        rendered: RenderedText | None = template.render_settled(shown, now=NOW, given=told.given)
     except TemplateError:
         return
     kept = ""
@@ -286,7 +286,7 @@ def test_the_text_grows_as_it_is_rendered_whole(
 def test_the_texts_above_do_grow() -> None:
     """Otherwise the test above would compare nothing."""
     for name, asked in itertools.product(("tooled", "in words"), GIVEN):
-        telling = Telling(compiled[name].source, lambda text: text)
+        telling = MessageAdapter(compiled[name].source, lambda text: text)
         told = telling.told(asked)
         shown, added = telling.conversation([*TALK[1:], Message("assistant", "y"), user("x")], told)
         rendered = compiled[name].render_settled(shown, now=NOW, given=told.given)

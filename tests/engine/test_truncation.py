@@ -12,7 +12,7 @@ from engine.test_rerender import engine_of
 
 from ssmd.engine.engine import Engine
 from ssmd.engine.prompt.planner import LEAST_ROOM, TRUNCATED
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.files.transfer import export_session, import_session
@@ -125,10 +125,10 @@ def test_who_does_not_ask_for_it_is_refused(served: tuple[Engine, Store]) -> Non
     talk, answer = next((t, a) for t, a in talked(engine, 60) if a.usage.cut_messages)
     room = LEAST_ROOM * (engine.program.context or 0)
     long = (*talk, Message("assistant", answer.text), user("And? " * int(room * 20)))
-    with pytest.raises(Rejected, match="truncation") as refused:
+    with pytest.raises(Rejection, match="truncation") as refused:
         ask(engine, *long)
     assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(Rejected, match="shorten the system prompt or the last message") as refused:
+    with pytest.raises(Rejection, match="shorten the system prompt or the last message") as refused:
         ask(engine, *long, truncate=True)
     assert refused.value.code == "context_length_exceeded", "the last message alone is too long"
     assert ask(engine, *talk, sampling=SAMPLING, max_tokens=4, truncate=True).usage.stored

@@ -62,7 +62,7 @@ def surroundings(home: Path, hub: Mirror | None, **extra: str) -> dict[str, str]
 
 ONLY_FETCHED = (
     "import sys, ssmd.cli.pull; sys.modules['ssmd.cli.pull'].check_texts = lambda source: None; "
-    "from ssmd.refit import catalog; catalog.choose = lambda *_: (None, '')"
+    "from ssmd.refit import catalog; catalog.choose_graph = lambda *_: (None, '')"
 )
 
 

@@ -10,16 +10,16 @@ import sys
 
 SHOW = """
 import os, sys, time
-from ssmd.machine.progress import hushed, shown, staged, tell
+from ssmd.machine.progress import hushed, show_progress, staged, tell
 tell(1, 2)  # nobody watches
-with shown("one [b]two[/b]\\x1b[31m"):
+with show_progress("one [b]two[/b]\\x1b[31m"):
     tell(0, 4)
     time.sleep(0.3)
     tell(3, 4)
     time.sleep(0.3)
     print("line", flush=True)
     sys.stderr.write("note\\n")
-    with shown("another"):
+    with show_progress("another"):
         tell(4, 4)
         time.sleep(0.3)
     tell(0, 0)
@@ -74,7 +74,7 @@ def test_on_a_terminal() -> None:
 
 def test_on_a_terminal_that_can_do_nothing() -> None:
     assert "\x1b" not in "".join(
-        on_a_terminal("from ssmd.machine.progress import shown\nwith shown('x'): pass", TERM="dumb")
+        on_a_terminal("from ssmd.machine.progress import show_progress\nwith show_progress('x'): pass", TERM="dumb")
     )
 
 

@@ -12,7 +12,7 @@ from conftest import TinyArtifacts
 
 from ssmd.model import checked
 from ssmd.model.artifact import MANIFEST, Artifact, ArtifactError
-from ssmd.model.checked import Checked
+from ssmd.model.checked import CheckedArtifacts
 
 
 @pytest.fixture
@@ -35,13 +35,13 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_files_are_hashed_once(artifact: Path, tmp_path: Path, hashed: list[Path]) -> None:
-    one = Checked(tmp_path)
+    one = CheckedArtifacts(tmp_path)
     assert one.open(artifact).manifest == one.open(artifact).manifest
     assert hashed == [artifact]
-    assert Checked(tmp_path).open(artifact).path == artifact
+    assert CheckedArtifacts(tmp_path).open(artifact).path == artifact
     assert hashed == [artifact], "as another process knows"
     assert (tmp_path / checked.FILE).stat().st_mode & 0o777 == 0o600
-    Checked(None).open(artifact)
+    CheckedArtifacts(None).open(artifact)
     assert hashed == [artifact] * 2
 
 
@@ -71,35 +71,35 @@ def swapped(file: Path) -> None:
 def test_what_was_written_to_is_hashed_again(
     artifact: Path, tmp_path: Path, hashed: list[Path], write: Callable[[Path], None], again: bool
 ) -> None:
-    one = Checked(tmp_path)
+    one = CheckedArtifacts(tmp_path)
     one.open(artifact)
     write(model_file(artifact))
     for _ in range(2):
         with pytest.raises(ArtifactError, match="sha256 differs"):
-            (Checked(tmp_path) if again else one).open(artifact)
+            (CheckedArtifacts(tmp_path) if again else one).open(artifact)
     assert hashed == [artifact] * 3
 
 
 def test_another_folder_is_another_artifact(artifact: Path, tmp_path: Path, hashed: list[Path]) -> None:
-    Checked(tmp_path).open(artifact)
+    CheckedArtifacts(tmp_path).open(artifact)
     copy = Path(shutil.copytree(artifact, tmp_path / "copy"))
-    Checked(tmp_path).open(copy)
+    CheckedArtifacts(tmp_path).open(copy)
     assert hashed == [artifact, copy]
     (copy / MANIFEST).write_text((copy / MANIFEST).read_text() + " ")
-    Checked(tmp_path).open(copy)
+    CheckedArtifacts(tmp_path).open(copy)
     assert hashed == [artifact, copy, copy]
 
 
 def test_a_list_that_others_can_write_is_not_believed(artifact: Path, tmp_path: Path, hashed: list[Path]) -> None:
-    Checked(tmp_path).open(artifact)
+    CheckedArtifacts(tmp_path).open(artifact)
     (tmp_path / checked.FILE).chmod(0o666)
-    Checked(tmp_path).open(artifact)
+    CheckedArtifacts(tmp_path).open(artifact)
     assert hashed == [artifact] * 2
 
 
 @pytest.mark.parametrize("missing", ["file", "folder"])
 def test_a_file_that_is_missing_is_named(artifact: Path, tmp_path: Path, missing: str) -> None:
-    one = Checked(tmp_path / "nowhere")
+    one = CheckedArtifacts(tmp_path / "nowhere")
     one.open(artifact)
     if missing == "file":
         model_file(artifact).unlink()

@@ -33,7 +33,7 @@ from ssmd.model.made import is_made_here
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source, SourceError
 from ssmd.refit import catalog
-from ssmd.refit.catalog import GraphError, choose, install, origin_of, shipped, verified
+from ssmd.refit.catalog import GraphError, choose_graph, install, origin_of, shipped, verified
 from ssmd.refit.graphfile import StrippedGraph
 from ssmd.refit.refit import RefitError, bindings_of, bounded, differences, refit, write_literal
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, get_runtime
@@ -343,24 +343,24 @@ def test_the_first_usable_runtime_is_taken(
     config = Source.open(artifacts.source("granite-int8")).config
     assert origin_of("tiny-granite") == "acme/tiny-granite"
     for runtimes, taken in ((["litert", "openvino"], "litert"), (["openvino"], "openvino")):
-        graph, why_not = choose(config, runtimes)
+        graph, why_not = choose_graph(config, runtimes)
         assert (graph and graph.header.runtime, why_not) == (taken, "")
     classes = {"npu": ("openvino", "npu"), "openvino": ("openvino", "cpu"), "coreml": ("coreml", "gpu")}
     for runtime, made_for in classes.items():
-        graph, _ = choose(config, [runtime])
+        graph, _ = choose_graph(config, [runtime])
         assert (graph and (graph.header.runtime, graph.header.device_class)) == made_for
         assert catalog.names(runtime) == ["tiny-granite"]
-    assert choose({**config, "rms_norm_eps": 0.5}, ["npu"])[1].startswith(
+    assert choose_graph({**config, "rms_norm_eps": 0.5}, ["npu"])[1].startswith(
         "ssmd has no stripped graph of this config for runtime npu; it is nearly tiny-granite, but "
     )
-    graph, why_not = choose({**config, "rms_norm_eps": 0.5}, ["openvino"])
+    graph, why_not = choose_graph({**config, "rms_norm_eps": 0.5}, ["openvino"])
     assert graph is None
     assert why_not == (
         "ssmd has no stripped graph of this config for runtime openvino; it is nearly tiny-granite, but rms_norm_eps "
         f"is 0.5, not {config['rms_norm_eps']}"
     )
     llama = Source.open(artifacts.source("llama-f32")).config
-    assert choose(llama, ["litert"]) == (None, "ssmd has no stripped graph of this config for runtime litert")
+    assert choose_graph(llama, ["litert"]) == (None, "ssmd has no stripped graph of this config for runtime litert")
 
     def without_litert(name: str) -> Any:
         if name == "litert":
@@ -368,10 +368,10 @@ def test_the_first_usable_runtime_is_taken(
         return get_runtime(name)
 
     monkeypatch.setattr(catalog, "get_runtime", without_litert)
-    graph, _ = choose(config, ["litert", "openvino"])
+    graph, _ = choose_graph(config, ["litert", "openvino"])
     assert graph is not None
     assert graph.header.runtime == "openvino"
-    assert choose(config, ["litert"]) == (None, "runtime 'litert' is not installed")
+    assert choose_graph(config, ["litert"]) == (None, "runtime 'litert' is not installed")
 
 
 def test_names_that_no_graph_has(shelf: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ssmd.runtime.devices import Found, find, look, why_not
+from ssmd.runtime.devices import RuntimeStatus, find, look, why_not
 from ssmd.runtime.protocol import Device, runtime_names
 
 CPU, GPU = Device("cpu", "a processor"), Device("gpu", "a GPU", "there is none")
@@ -72,7 +72,7 @@ def test_what_a_library_says_is_no_answer(odd: Path) -> None:
         + ODD
         + "os.write(1, b'{\"devices\": []}\\nloading '); return [Device('cpu', 'odd')]"
     )
-    assert find(["odd"]) == [Found("odd", "", (Device("cpu", "odd"),))]
+    assert find(["odd"]) == [RuntimeStatus("odd", "", (Device("cpu", "odd"),))]
 
 
 def test_a_check_is_for_what_can_be_used(odd: Path) -> None:
@@ -91,6 +91,6 @@ def test_why_a_device_cannot_be_used() -> None:
     assert why_not("litert", [CPU, GPU], "gpu") == "gpu: there is none"
     assert why_not("litert", [CPU, GPU], "npu") == "runtime litert has no device 'npu'; it has: cpu, gpu"
     assert why_not("litert", [], "npu").endswith("it has: none")
-    assert Found("x", "", (GPU,)).why_not == "there is none"
-    assert Found("x", "", (CPU, GPU)).why_not == ""
-    assert Found("x", "broken", ()).why_not == "broken"
+    assert RuntimeStatus("x", "", (GPU,)).why_not == "there is none"
+    assert RuntimeStatus("x", "", (CPU, GPU)).why_not == ""
+    assert RuntimeStatus("x", "broken", ()).why_not == "broken"

@@ -14,7 +14,7 @@ from keeping import HYBRID, LINEAGE, VOCABULARY, Chat, echo_of, find, new_store,
 from sqlalchemy import event, select
 
 from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
-from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.fsck.repair import check, repair
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.schema import checkpoint
@@ -164,7 +164,7 @@ def test_turns_go_to_the_fork_that_stands_on_them(store: Store, talks: dict[str,
 
 def test_an_import_is_whose_who_imports_it(store: Store, talks: dict[str, Chat], tmp_path: Path) -> None:
     """And its id is another one where another owner has that."""
-    file, local = tmp_path / "out.ssmd", {LINEAGE: Local("made-up", HYBRID, VOCABULARY)}
+    file, local = tmp_path / "out.ssmd", {LINEAGE: LocalModel("made-up", HYBRID, VOCABULARY)}
     export_session(store.of(ALICE), "of-alice-", file)
     assert b"alice" not in file.read_bytes().replace(b"of-alice-", b"")
     done = import_session(store.of(BOB), file, local=local)

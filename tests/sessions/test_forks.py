@@ -17,7 +17,7 @@ from keeping import HYBRID, LINEAGE, VOCABULARY, Chat, answer, assert_same, find
 from matching import Conversation, looked_up, match
 from sqlalchemy import event, func, select, update
 
-from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.rows.schema import metadata
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.turns import to_micros
@@ -205,7 +205,7 @@ def test_which_turns_resume_at_once(store: Store, chat: Chat) -> None:
 def test_imported_states_serve_the_fork_too(store: Store, chat: Chat, tmp_path: Path) -> None:
     export_session(store, "s", tmp_path / "s.ssmd")
     other = new_store(tmp_path / "other")
-    import_session(other, tmp_path / "s.ssmd", local={LINEAGE: Local("made-up", HYBRID, VOCABULARY)})
+    import_session(other, tmp_path / "s.ssmd", local={LINEAGE: LocalModel("made-up", HYBRID, VOCABULARY)})
     made = other.fork("s", "t2b")
     ids = [*chat.turns["t2b"].ids.own.tolist(), 1]
     found = find(other, chat.scope, ids, made.id)
@@ -241,7 +241,7 @@ def test_a_fork_is_exported_whole(store: Store, chat: Chat, tmp_path: Path) -> N
     done = export_session(store, fork.info.id, tmp_path / "f.ssmd")
     assert (done.turns, done.checkpoints) == (3, 2)
     other = new_store(tmp_path / "other")
-    import_session(other, tmp_path / "f.ssmd", local={LINEAGE: Local("made-up", HYBRID, VOCABULARY)})
+    import_session(other, tmp_path / "f.ssmd", local={LINEAGE: LocalModel("made-up", HYBRID, VOCABULARY)})
     assert ids_of(other, fork.info.id) == ["t1", "t2", "f1"]
     assert other.session(fork.info.id).base is None
     other.close()

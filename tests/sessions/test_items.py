@@ -17,7 +17,7 @@ from keeping import LINEAGE, RECURRENT, START, VOCABULARY, Chat, answer, echo_of
 from matching import Conversation, match, places
 
 from ssmd.sessions.files.sessionfile import SessionFileError
-from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.items import items_of, messages_of
 from ssmd.sessions.match import Chain, Echo, continues, known, with_ids_of
@@ -106,7 +106,7 @@ def test_turns_without_calls_are_written_and_found_as_before(store: Store) -> No
 
 
 def test_a_file_of_format_2_of_before_calls(store: Store, tmp_path: Path) -> None:
-    local = {LINEAGE: Local("made-up", RECURRENT, VOCABULARY)}
+    local = {LINEAGE: LocalModel("made-up", RECURRENT, VOCABULARY)}
     done = import_session(store, DATA / "session-file-2.ssmd", local=local)
     assert (done.turns, done.checkpoints, done.text_only) == (2, 2, "")
     first, second = store.turns("ses_plain")

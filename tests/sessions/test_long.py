@@ -26,16 +26,16 @@ from keeping import (
 )
 
 from ssmd.sessions.checkpoint import NewCheckpoint, Scope
-from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.line import NOTHING, SILENCE
-from ssmd.sessions.rows.blobs import Encoded, encode
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, encode
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, conversation
 
 TURNS = [2000, pytest.param(5000, marks=pytest.mark.full)]
 TOKENS = 100
 SCOPE = Scope(RECURRENT.digest(), LINEAGE, "b" * 64)
-HERE = {LINEAGE: Local("made-up", RECURRENT, VOCABULARY)}
+HERE = {LINEAGE: LocalModel("made-up", RECURRENT, VOCABULARY)}
 
 
 def talk(turns: int, session: str) -> list[NewTurn]:
@@ -53,7 +53,7 @@ def talk(turns: int, session: str) -> list[NewTurn]:
     return made
 
 
-def end_of(store: Store, turn: str) -> Encoded:
+def end_of(store: Store, turn: str) -> EncodedCheckpoint:
     """The state at the end of a turn."""
     ids, _ = grown(store, turn)
     fed = ids.up_to(len(ids) - 1)

@@ -13,7 +13,7 @@ from keeping import HYBRID, LINEAGE, VOCABULARY, assert_same, find, grown
 
 from ssmd.model.state import State
 from ssmd.sessions.checkpoint import Scope
-from ssmd.sessions.files.transfer import Local, import_session
+from ssmd.sessions.files.transfer import LocalModel, import_session
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -29,7 +29,7 @@ def from_database(folder: Path) -> Store:
 
 def from_file(folder: Path) -> Store:
     store = Store.open(folder)
-    import_session(store, DATA / "session-file-1.ssmd", local={LINEAGE: Local("made-up", HYBRID, VOCABULARY)})
+    import_session(store, DATA / "session-file-1.ssmd", local={LINEAGE: LocalModel("made-up", HYBRID, VOCABULARY)})
     return store
 
 

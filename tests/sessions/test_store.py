@@ -46,7 +46,7 @@ from ssmd.sessions.rows.blobs import encode
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.schema import checkpoint, metadata, piece, segment
 from ssmd.sessions.store import Patience, Store
-from ssmd.sessions.turn import NewTurn, Removed, SessionInfo, StoreError, UnknownSession
+from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, TurnRemoved, UnknownSession
 from ssmd.text.messages import Message
 
 
@@ -409,7 +409,7 @@ class TestCommit:
         chat.say("t1", None, "hi", "hello")
         chat.info = store.session("s").info
         store.delete("s")
-        with pytest.raises(Removed, match="removed meanwhile"):
+        with pytest.raises(TurnRemoved, match="removed meanwhile"):
             chat.say("t2", parent, "more", "sure")
         assert store.sessions() == []
         assert not any(n for name, n in counts(store).items() if name != "layout")

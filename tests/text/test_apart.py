@@ -26,7 +26,7 @@ from ssmd.machine.child import Child, ChildError, Packet
 from ssmd.model.artifact import Artifact, SpecialTokens
 from ssmd.text.apart import MEMORY, MODULE, TemplateApart, TextReader, Texts, open_texts, opened
 from ssmd.text.messages import Message, ToolCall
-from ssmd.text.template import ChatTemplate, Given, TemplateError
+from ssmd.text.template import ChatTemplate, TemplateError, TemplateInput
 from ssmd.text.tokenizer import TokenizerError
 
 SPECIAL = SpecialTokens(bos="<s>", eos="</s>")
@@ -74,7 +74,7 @@ def test_every_text_is_the_one_of_this_process(name: str, vocabulary: Path) -> N
         if not isinstance(found, str) and (settled := found.settled) is not None:
             given = (LONGER[0], settled.messages, LONGER[settled.messages :])
             assert of(there, "render_after", *given) == of(here, "render_after", *given)
-        tools = {"given": Given((TOOL,), {"enable_thinking": False, "x": "é"})}
+        tools = {"given": TemplateInput((TOOL,), {"enable_thinking": False, "x": "é"})}
         assert of(here, "render", CALLED, **tools) != of(here, "render", CALLED) or name not in KNOW_TOOLS
         for what in ("render", "render_settled"):
             assert of(there, what, CALLED, **tools) == of(here, what, CALLED, **tools)

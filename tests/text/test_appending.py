@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from text.test_template import NOW, SPECIAL, TEMPLATES
 
 from ssmd.text.messages import Message, Role
-from ssmd.text.template import ChatTemplate, Rendered, Settled, TemplateError
+from ssmd.text.template import ChatTemplate, RenderedText, StablePrefix, TemplateError
 
 GROWING = {name: TEMPLATES[name] for name in ("dated", "falcon-h1", "granite4", "llama3", "mistral", "smollm2")}
 GROWING |= {
@@ -128,15 +128,15 @@ def whole(source: str, messages: list[Message]) -> str | None:
         return None
 
 
-def grows(source: str, said: list[Message], chain: list[list[Message]]) -> list[Settled]:
+def grows(source: str, said: list[Message], chain: list[list[Message]]) -> list[StablePrefix]:
     """Check a conversation that goes on, time and again, from where the text was settled. Where it was."""
     text = whole(source, said)
     if text is None:
         return []
-    rendered: Rendered | None = template(source).render_settled(said, now=NOW)
+    rendered: RenderedText | None = template(source).render_settled(said, now=NOW)
     assert rendered is not None
     assert rendered.text == text
-    kept, found = "", list[Settled]()
+    kept, found = "", list[StablePrefix]()
     for more in chain:
         if rendered is None or rendered.settled is None:
             break
@@ -195,7 +195,7 @@ def test_other_templates_are_rendered_whole(name: str) -> None:
     said = turns("a", "b", "c", "d", "e")
     text = whole(OTHERS[name], said)
     assert text is not None
-    assert template(OTHERS[name]).render_settled(said, now=NOW) == Rendered(text, None)
+    assert template(OTHERS[name]).render_settled(said, now=NOW) == RenderedText(text, None)
     for at in range(1, len(said) - 1):
         assert template(OTHERS[name]).render_after(said[0], at, said[at:], now=NOW) is None
 
@@ -204,7 +204,9 @@ def test_a_message_that_looks_at_the_next_is_settled_with_it() -> None:
     """The text before a message must not know it: another may stand there the next time."""
     source = "{% for m in messages %}{{ m.content }}{{ (loop.nextitem or m).content if m.role == 'user' }}{% endfor %}"
     said = turns("a", "b", "c", "d")
-    at = [(template(source).render_settled(said[:n], now=NOW).settled or Settled(0, 0)).messages for n in (3, 4, 5)]
+    at = [
+        (template(source).render_settled(said[:n], now=NOW).settled or StablePrefix(0, 0)).messages for n in (3, 4, 5)
+    ]
     assert at == [1, 3, 3]
 
 
@@ -224,7 +226,7 @@ def test_a_template_that_needs_absent_messages_is_rendered_whole(source: str) ->
 def test_a_space_that_a_continued_answer_loses_may_lie_before_it() -> None:
     source = "{% for m in messages %} {{ m.content | trim }}{% endfor %}"
     said = [Message("user", "a"), Message("user", ""), Message("assistant", "")]
-    assert template(source).render_settled(said, now=NOW) == Rendered(" a", None)
+    assert template(source).render_settled(said, now=NOW) == RenderedText(" a", None)
     assert template(source).render_after(said[0], 2, said[2:], now=NOW) is None
 
 
@@ -237,7 +239,7 @@ def test_a_conversation_of_one_message_has_nothing_settled() -> None:
 def test_what_nests_too_deep_to_be_led_is_rendered_whole() -> None:
     """It compiles as it is. With the code around it, deeper in the stack, it does not: that is not an error."""
 
-    def deeper(frames: int) -> Rendered:
+    def deeper(frames: int) -> RenderedText:
         return deeper(frames - 1) if frames else one.render_settled(said, now=NOW)
 
     said, depth = turns("a", "b"), 0
@@ -245,4 +247,4 @@ def test_what_nests_too_deep_to_be_led_is_rendered_whole() -> None:
         while depth := depth + 1:
             nested = "(" * depth + "loop.last" + ")" * depth
             one = ChatTemplate(f"{{% for m in messages %}}{{{{ m.content if {nested} }}}}{{% endfor %}}", SPECIAL)
-    assert deeper(30) == Rendered("b", None)
+    assert deeper(30) == RenderedText("b", None)

@@ -17,8 +17,8 @@ from text.test_template import NOW, TEMPLATES
 from ssmd.text import hermes
 from ssmd.text.arguments import canonical, read_arguments
 from ssmd.text.messages import Message, ToolCall
-from ssmd.text.telling import Telling
-from ssmd.text.template import Given, TemplateError
+from ssmd.text.telling import MessageAdapter
+from ssmd.text.template import TemplateError, TemplateInput
 from ssmd.text.tokenizer import Tokenizer
 
 KNOW_TOOLS = ("granite4", "hermes", "lfm2", "llama31", "mistral-tools", "qwen3")
@@ -47,12 +47,12 @@ SAID = [
 ]
 
 
-TOLD = Given((TOOL,))
+TOLD = TemplateInput((TOOL,))
 
 
-def shown(source: str, tokenizer: Tokenizer, said: Sequence[Message], given: Given = TOLD) -> str:
+def shown(source: str, tokenizer: Tokenizer, said: Sequence[Message], given: TemplateInput = TOLD) -> str:
     """Render a conversation for a model as the engine does, without a store."""
-    telling = Telling(source, tokenizer.escape)
+    telling = MessageAdapter(source, tokenizer.escape)
     told = telling.told(given)
     messages, _ = telling.conversation(said, told)
     return ours(source).render_settled(messages, now=NOW, given=told.given).text
@@ -93,32 +93,43 @@ def test_a_template_that_knows_no_tools_is_told_in_words(name: str, tokenizer: T
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "n":1.5}}\n</tool_call>' in text
     assert '<tool_response>\n{"sky": "grey"}\n</tool_response>' in text
     plain = [hermes.in_words(m) for m in SAID]
-    assert shown(SOURCES[name], tokenizer, SAID, Given()) == shown(SOURCES[name], tokenizer, plain, Given())
+    assert shown(SOURCES[name], tokenizer, SAID, TemplateInput()) == shown(
+        SOURCES[name], tokenizer, plain, TemplateInput()
+    )
 
 
 @pytest.mark.parametrize("name", KNOW_NONE)
 def test_a_chat_without_a_system_prompt_gets_one_with_its_tools(name: str, tokenizer: Tokenizer) -> None:
     system = Message("system", hermes.system_prompt([TOOL]))
-    expected = shown(SOURCES[name], tokenizer, [system, *SAID[1:]], Given())
+    expected = shown(SOURCES[name], tokenizer, [system, *SAID[1:]], TemplateInput())
     assert shown(SOURCES[name], tokenizer, SAID[1:]) == expected
 
 
 def test_variables_reach_the_template(tokenizer: Tokenizer) -> None:
     said = [Message("user", "x")]
-    thinking = [shown(SOURCES["qwen3"], tokenizer, said, Given((), {"enable_thinking": on})) for on in (True, False)]
+    thinking = [
+        shown(SOURCES["qwen3"], tokenizer, said, TemplateInput((), {"enable_thinking": on})) for on in (True, False)
+    ]
     assert thinking[0] + "<think>\n\n</think>\n\n" == thinking[1]
-    telling = Telling(SOURCES["qwen3"], tokenizer.escape)
-    assert telling.told(Given((), {"nobody_asks": 1})) == telling.told(Given()), "nothing is made of it"
-    assert telling.told(Given((TOOL,))).key != telling.told(Given((TOOL, TOOL))).key
-    assert telling.told(Given((), {"enable_thinking": True})).key not in ("", telling.told(Given((TOOL,))).key)
+    telling = MessageAdapter(SOURCES["qwen3"], tokenizer.escape)
+    assert telling.told(TemplateInput((), {"nobody_asks": 1})) == telling.told(TemplateInput()), "nothing is made of it"
+    assert telling.told(TemplateInput((TOOL,))).key != telling.told(TemplateInput((TOOL, TOOL))).key
+    assert telling.told(TemplateInput((), {"enable_thinking": True})).key not in (
+        "",
+        telling.told(TemplateInput((TOOL,))).key,
+    )
 
 
 def test_key_order_reaches_the_template_and_server_fields_do_not(tokenizer: Tokenizer) -> None:
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
-    assert shown(SOURCES["qwen3"], tokenizer, SAID, Given((strict,))) == shown(SOURCES["qwen3"], tokenizer, SAID)
+    assert shown(SOURCES["qwen3"], tokenizer, SAID, TemplateInput((strict,))) == shown(
+        SOURCES["qwen3"], tokenizer, SAID
+    )
     turned = dict(reversed(TOOL.items()))
-    assert Given((turned,)) != Given((TOOL,))
-    assert shown(SOURCES["qwen3"], tokenizer, SAID, Given((turned,))) != shown(SOURCES["qwen3"], tokenizer, SAID)
+    assert TemplateInput((turned,)) != TemplateInput((TOOL,))
+    assert shown(SOURCES["qwen3"], tokenizer, SAID, TemplateInput((turned,))) != shown(
+        SOURCES["qwen3"], tokenizer, SAID
+    )
 
 
 # What is hostile
@@ -162,7 +173,7 @@ def test_no_control_token_comes_from_tools_calls_or_results(
     name: str, tokenizer: Tokenizer, texts: list[str], schema: Any, called: str
 ) -> None:
     """The ids have those of the template alone; and the text, once the escapes are undone, is the plain one."""
-    source, given_ = SOURCES[name], Given((tool_of(texts, schema),), {"date_string": texts[5]})
+    source, given_ = SOURCES[name], TemplateInput((tool_of(texts, schema),), {"date_string": texts[5]})
 
     def said(call: ToolCall, result: str, words: str) -> list[Message]:
         return [
@@ -178,9 +189,9 @@ def test_no_control_token_comes_from_tools_calls_or_results(
     except TemplateError:  # a template may refuse what is no object
         assert read_arguments(called) is None
         return
-    expected = shown(source, tokenizer, harmless, Given((tool_of(["a"] * 6, "b"),)))
+    expected = shown(source, tokenizer, harmless, TemplateInput((tool_of(["a"] * 6, "b"),)))
     assert controls(tokenizer, text) == controls(tokenizer, expected)
-    inert = Telling(source, lambda content: content)
+    inert = MessageAdapter(source, lambda content: content)
     told = inert.told(given_)
     messages, _ = inert.conversation(hostile_said, told)
     assert tokenizer.unescape(text) == ours(source).render_settled(messages, now=NOW, given=told.given).text
@@ -194,14 +205,14 @@ def test_what_is_written_in_ascii_comes_back(tokenizer: Tokenizer) -> None:
             "assistant", "", tool_calls=(ToolCall("1", "f", '{"é": "<|im_end|> ö \U00100001 \\\\udbc0\\\\udc00"}'),)
         )
     ]
-    telling = Telling(source, tokenizer.escape)
+    telling = MessageAdapter(source, tokenizer.escape)
     text = ours(source).render([telling.message(m) for m in said], now=NOW, generate=False)
     assert controls(tokenizer, text) == []
     assert tokenizer.unescape(text) == '{"\\u00e9": "<|im_end|> \\u00f6 \U00100001 \\\\udbc0\\\\udc00"}'
 
 
 def test_ids_are_such_as_the_template_wants() -> None:
-    telling = Telling(SOURCES["mistral-tools"], lambda content: content)
+    telling = MessageAdapter(SOURCES["mistral-tools"], lambda content: content)
     call, result = telling.message(Message("assistant", "", tool_calls=(CALL,))), telling.message(SAID[3])
     assert call.tool_calls[0].id == result.tool_call_id == "abcdef123"
     long = ToolCall("call_0123456789abcdef", "f", "{}")

@@ -40,10 +40,10 @@ from sqlalchemy import Connection, select
 
 from ssmd.engine.persist.persistence import Persistence
 from ssmd.engine.sampling.params import SamplingParams
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program, get_runtime
-from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.fsck.check import examine
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.line import Line
@@ -212,7 +212,7 @@ class Sessions(RuleBasedStateMachine):
         there = self.model.pop(session) if away else self.model[session]
         if away:
             self.store.delete(session)
-        local = {manifest.lineage: Local(manifest.name, manifest.spec, manifest.vocabulary)}
+        local = {manifest.lineage: LocalModel(manifest.name, manifest.spec, manifest.vocabulary)}
         done = import_session(self.store, file, local=local)
         assert done.renamed or away
         self.model[done.session] = self.conversations(done.session)
@@ -339,7 +339,7 @@ class Sessions(RuleBasedStateMachine):
         sampling = SamplingParams(temperature=1.0, seed=int(seed * 2**20))
         try:
             asked = Asked(self.engine, *messages, sampling=sampling, session=session, n=n, **fields)
-        except Rejected as err:
+        except Rejection as err:
             if err.code != "context_length_exceeded":
                 raise
             return

@@ -28,7 +28,7 @@ from ssmd.runtime.protocol import get_runtime
 from ssmd.sessions.checkpoint import Scope
 from ssmd.sessions.files import sessionfile
 from ssmd.sessions.files.rereading import Rereader
-from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.growth import sealed
 from ssmd.sessions.rows.schema import checkpoint, turn
@@ -323,7 +323,7 @@ def test_reread_believes_no_state(model: str, artifacts: TinyArtifacts, tmp_path
     scope = Scope(program.spec.digest(), manifest.lineage, manifest.build)
     seen: list[tuple[int, int]] = []
     rereader = Rereader(program, tokenizer, scope, lambda read, of: seen.append((read, of)))
-    local = {manifest.lineage: Local(manifest.name, manifest.spec, manifest.vocabulary)}
+    local = {manifest.lineage: LocalModel(manifest.name, manifest.spec, manifest.vocabulary)}
     done = import_session(store, file, local=local, rereader=rereader)
     assert (done.checkpoints, done.dropped, done.text_only) == (3, 3, "")
     assert seen[-1] == (len(ids_of(replies[1])), len(ids_of(replies[1])))

@@ -14,15 +14,15 @@ from PySide6.QtNetwork import QLocalServer, QLocalSocket
 from PySide6.QtWidgets import QApplication, QSystemTrayIcon
 
 from ssmd_tray import actions, login
-from ssmd_tray.doing import Doing, Outcome
+from ssmd_tray.doing import ActionRunner, Outcome
 from ssmd_tray.qt.icon import icon
 from ssmd_tray.qt.log import Log
 from ssmd_tray.qt.menu import Menu
 from ssmd_tray.qt.window import Window
-from ssmd_tray.seeing import Seeing
+from ssmd_tray.seeing import ViewBuilder
 from ssmd_tray.single import Single, socket_name
 from ssmd_tray.view import Icon
-from ssmd_tray.watching import Paces, Sight, Watch
+from ssmd_tray.watching import Observation, Paces, Watch
 
 NO_HOST = "this desktop shows no tray icons, so this window stands in; to close it ends the tray"
 _HOST_S, _HOST_AT_LOGIN_S = 2.0, 20.0  # a panel may start after the tray
@@ -42,10 +42,10 @@ class Tray(QObject):
     def __init__(self, data_dir: Path, *, at_login: bool = False, paces: Paces | None = None) -> None:
         super().__init__()
         self._data_dir = data_dir
-        self._seeing, self._sight = Seeing(), Sight(time.monotonic(), problem="looking for the daemon")
+        self._seeing, self._sight = ViewBuilder(), Observation(time.monotonic(), problem="looking for the daemon")
         self._url: str | None = None  # of the daemon that was seen last
         self.view = self._seeing.view(self._sight)
-        self._doing = Doing(self.told.emit)
+        self._doing = ActionRunner(self.told.emit)
         chosen = self._actions()
         self.window, self.menu, self._log = Window(chosen), Menu(chosen), Log(data_dir)
         self.icon = QSystemTrayIcon()
@@ -126,7 +126,7 @@ class Tray(QObject):
         self.window.say(words)
         self._quiet.start()
 
-    def saw(self, sight: Sight) -> None:
+    def saw(self, sight: Observation) -> None:
         """Show a sight of the daemon. Called in the window's thread."""
         self._sight = sight
         if sight.address is not None:

@@ -11,12 +11,12 @@ from ssmd.api.generate.idempotency import REPLAYED
 from ssmd.api.http.errors import IGNORED
 from ssmd.engine.host.models import Model
 from ssmd.engine.request import Delta, FinishReason, Request, TokenLogprob, Usage, calls_of, label
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.text.messages import ToolCall
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseInfo:
     """The facts of an answer that are known before its first event."""
 
     id: str
@@ -79,40 +79,42 @@ class Answer(ABC):
         """Return the events after the last word of every choice."""
 
     @abstractmethod
-    def failure(self, error: Rejected) -> bytes:
+    def failure(self, error: Rejection) -> bytes:
         """Return the event that ends a stream which broke off."""
 
 
 @dataclass(frozen=True)
-class Asking:
+class ParsedRequest:
     """A request's body after it was read."""
 
     model: Model
     request: Request
     stream: bool  # answer as events
-    answer: Callable[[Head], Answer]  # builds the answer for the client
-    followed: Callable[[Head], Answer]  # builds the answer for a follower
+    answer: Callable[[ResponseInfo], Answer]  # builds the answer for the client
+    followed: Callable[[ResponseInfo], Answer]  # builds the answer for a follower
     keep_alive_s: float | None = None  # how long the model stays loaded; None: as configured
     background: bool = False  # go on when the client leaves
     ignored: tuple[str, ...] = ()  # ignored fields of the body, as Fields names them
     variables: Mapping[str, str] = field(default_factory=dict)  # by field, the chat template's variable that it sets
-    named: Callable[[Collection[str]], tuple[str, ...]] = tuple  # names ignored fields; raises Rejected if strict
+    named: Callable[[Collection[str]], tuple[str, ...]] = tuple  # names ignored fields; raises Rejection if strict
 
-    def told(self, known: Callable[[str], bool]) -> Asking:
-        """Return a copy that also lists as ignored the fields that the template does not know. Raises Rejected."""
+    def told(self, known: Callable[[str], bool]) -> ParsedRequest:
+        """Return a copy that also lists as ignored the fields that the template does not know. Raises Rejection."""
         unknown = [name for name, variable in self.variables.items() if not known(variable)]
         return replace(self, ignored=(*self.ignored, *self.named(unknown)), variables={})
 
-    def headed(self, head: Head) -> Head:
+    def headed(self, head: ResponseInfo) -> ResponseInfo:
         """Return the head with the ignored fields of this body."""
         return replace(head, ignored=self.ignored)
 
-    def follow(self, head: Head) -> Answer:
+    def follow(self, head: ResponseInfo) -> Answer:
         """Build the answer for a follower, with the ignored fields in its head."""
         return self.followed(self.headed(head))
 
 
-Read = Callable[[dict[str, Any]], Asking]  # reads a body's fields in one protocol; runs in a thread; raises Rejected
+Read = Callable[
+    [dict[str, Any]], ParsedRequest
+]  # reads a body's fields in one protocol; runs in a thread; raises Rejection
 
 
 def own_usage(usage: Usage, ignored: Sequence[str] = ()) -> dict[str, Any]:

@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 from starlette.types import Receive
 
-from ssmd.engine.request import Delta, Done, Event, Failed
+from ssmd.engine.request import Delta, Event, Failure, Finish
 
 log = logging.getLogger(__name__)
 MOST_WAITING = 10_000  # most events that wait for a client, of a few kilobytes each with log probabilities
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """A client that went away and does not read the answer any more."""
 
 
-class Stopped(Exception):
+class AnswerStopped(Exception):
     """An answer that was stopped before the engine had its request."""
 
 
@@ -36,36 +36,36 @@ class Delivery:
         self._followers: set[asyncio.Event] = set()
         self._gone = self._stopped = False
         self.background = False
-        self.last: asyncio.Future[Event] = self._loop.create_future()  # Done or Failed, even if it is not read
+        self.last: asyncio.Future[Event] = self._loop.create_future()  # Finish or Failure, even if it is not read
 
     def __call__(self, event: Event) -> None:
         """Hand an event to the event loop.
 
-        Raises Gone for text if MOST_WAITING events wait for the client, and RuntimeError if the loop is closed.
+        Raises ClientGone for text if MOST_WAITING events wait for the client, and RuntimeError if the loop is closed.
         """
         if self._events.qsize() >= MOST_WAITING and isinstance(event, Delta):
             log.warning("a client reads so slowly that %d events wait for it: it is disconnected", MOST_WAITING)
             self._loop.call_soon_threadsafe(self.leave)
             if not self.background:
-                raise Gone
+                raise ClientGone
         self._loop.call_soon_threadsafe(self.put, event)
 
     def put(self, event: Event) -> None:
         """Deliver an event; in the event loop."""
         if not self._gone:
             self._events.put_nowait(event)
-        if isinstance(event, Done | Failed) and not self.last.done():
+        if isinstance(event, Finish | Failure) and not self.last.done():
             self.last.set_result(event)
         for news in self._followers:
             news.set()
 
     async def next(self) -> Event:
-        """Wait for the next event. Raises Gone as soon as the client went away."""
+        """Wait for the next event. Raises ClientGone as soon as the client went away."""
         if not self._events.empty():
             await asyncio.sleep(0)  # a burst of events must not keep the loop from other clients
         event = await self._events.get()
         if event is None or self._gone:
-            raise Gone
+            raise ClientGone
         return event
 
     @contextmanager
@@ -115,14 +115,17 @@ class Delivery:
         self._interrupted.set()
 
     def check(self) -> None:
-        """Check that the answer is still wanted. Raises Gone and Stopped."""
+        """Check that the answer is still wanted. Raises ClientGone and AnswerStopped."""
         if self._stopped:
-            raise Stopped
+            raise AnswerStopped
         if self._gone and not self.background:
-            raise Gone
+            raise ClientGone
 
     async def unless_gone(self, other: asyncio.Event) -> None:
-        """Wait for `other`, before the first event. Raises Gone as soon as the client went away, and Stopped."""
+        """Wait for `other`, before the first event.
+
+        Raises ClientGone as soon as the client went away, and AnswerStopped.
+        """
         waits = [asyncio.create_task(event.wait()) for event in (other, self._interrupted)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

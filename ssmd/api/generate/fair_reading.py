@@ -59,7 +59,7 @@ def client_of(request: Request) -> str:
     return "" if request.client is None else place_of(request.client.host)
 
 
-class Reading:
+class RequestReaders:
     """Runs the reading of requests. Used in the event loop only.
 
     beside: returns True if answers of clients other than this one run. threads: size of an own pool for short bodies;
@@ -75,7 +75,7 @@ class Reading:
     async def run(self, work: Callable[[], T], client: str, nbytes: int = 0, delivery: Delivery | None = None) -> T:
         """Run `work` in a thread when it is the client's turn, and charge its time. nbytes: length of the body.
 
-        Raises what `work` raises. With a `delivery`, raises Gone if the client leaves before, and Stopped.
+        Raises what `work` raises. With a `delivery`, raises ClientGone if the client leaves before, and AnswerStopped.
         """
         async with self._turn(client, delivery) as mine:
             executor = self._patient if nbytes > LONG_BYTES else self._short

@@ -20,10 +20,10 @@ from datetime import timedelta
 from starlette.datastructures import Headers
 
 from ssmd.api.generate.delivery import Delivery
-from ssmd.api.http.body import shown
+from ssmd.api.http.body import brief
 from ssmd.engine.host.host import Host
-from ssmd.engine.request import Done, Event, Request
-from ssmd.engine.terms import Rejected
+from ssmd.engine.request import Event, Finish, Request
+from ssmd.engine.terms import Rejection
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.turn import StoreError
 
@@ -38,7 +38,7 @@ _RETRIED = frozenset({408, 409, 429})  # and all from 500 on
 
 
 @dataclass(frozen=True)
-class Mark:
+class RequestIdentity:
     """The identity of a request, by which a repeat is recognised."""
 
     key: ReplyKey
@@ -50,15 +50,15 @@ class Mark:
         return self.again or self.key.named
 
 
-def read_mark(headers: Headers, body: bytes, owner: str) -> Mark:
-    """Return a request's mark. Raises Rejected.
+def read_mark(headers: Headers, body: bytes, owner: str) -> RequestIdentity:
+    """Return a request's mark. Raises Rejection.
 
     owner: name of the API key; the same request of another owner gets another mark.
     """
     names = headers.getlist(HEADER)
     if len(names) > 1 or any(not _NAME.fullmatch(name) for name in names):
-        raise Rejected(
-            f"{HEADER} must be given once, with 1 to 255 printable ASCII characters (got {shown(', '.join(names))})",
+        raise Rejection(
+            f"{HEADER} must be given once, with 1 to 255 printable ASCII characters (got {brief(', '.join(names))})",
             code="invalid_value",
             param=HEADER,
         )
@@ -67,13 +67,13 @@ def read_mark(headers: Headers, body: bytes, owner: str) -> Mark:
     what = b"name " + names[0].encode() if names else b"body " + digest
     key = hashlib.blake2b(what, digest_size=32, key=domain, person=b"ssmd.reply.1").digest()
     again = _RETRY.fullmatch(headers.get("x-stainless-retry-count", "")) is not None
-    return Mark(ReplyKey(key, digest, NAMED_LASTS if names else RETRY_LASTS, named=bool(names)), again)
+    return RequestIdentity(ReplyKey(key, digest, NAMED_LASTS if names else RETRY_LASTS, named=bool(names)), again)
 
 
 class Attempt:
     """A request under way. `ended` is set when its turn is written, or certain not to be written."""
 
-    def __init__(self, repeats: Repeats, mark: Mark) -> None:
+    def __init__(self, repeats: Repeats, mark: RequestIdentity) -> None:
         self.mark = mark
         self.ended = asyncio.Event()
         self._repeats = repeats
@@ -84,16 +84,16 @@ class Attempt:
         self._generation = generation
         delivery.last.add_done_callback(lambda last: self.end(last.result()))
 
-    def end(self, how: Event | Rejected | None = None) -> None:
+    def end(self, how: Event | Rejection | None = None) -> None:
         """End this attempt. `how`: its last event or its refusal; None if it was answered from an earlier attempt."""
         if self.ended.is_set():
             return
         self.ended.set()
         self._repeats.forget(self)
-        if isinstance(how, Rejected):
+        if isinstance(how, Rejection):
             failed = how.status >= 500 or how.status in _RETRIED
         else:
-            failed = how is not None and not (isinstance(how, Done) and how.usage.stored)
+            failed = how is not None and not (isinstance(how, Finish) and how.usage.stored)
         if failed:
             self._repeats.remember_failure(self.mark.key.digest, self._generation)
 
@@ -107,11 +107,11 @@ class Repeats:
         # (time, id of the generation or ""). Each allows one retry.
         self._failures: dict[bytes, list[tuple[float, str]]] = {}
 
-    async def enter(self, mark: Mark, delivery: Delivery) -> tuple[Attempt, Reply | None]:
+    async def enter(self, mark: RequestIdentity, delivery: Delivery) -> tuple[Attempt, Reply | None]:
         """Return a new attempt, which the caller ends, and the stored reply to the request that it repeats, or None.
 
-        A complete reply is to be replayed; one that broke off is to be replaced. Raises Rejected, and Gone or Stopped
-        while it waits.
+        A complete reply is to be replayed; one that broke off is to be replaced. Raises Rejection, and ClientGone or
+        AnswerStopped while it waits.
         """
         key, failed = mark.key, list[str]()
         if key.named:
@@ -135,7 +135,7 @@ class Repeats:
                 raise _reused()
         except StoreError as err:  # the request may have run before, so it must not run now
             attempt.end()
-            raise Rejected(str(err), status=503, code="store_error", retry_after_s=1) from err
+            raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
         except BaseException:
             attempt.end()
             raise
@@ -167,7 +167,7 @@ class Repeats:
         return [generation for _, generation in fresh[:1]]
 
 
-def in_place_of(request: Request, mark: Mark, broken: Reply | None) -> Request:
+def in_place_of(request: Request, mark: RequestIdentity, broken: Reply | None) -> Request:
     """Return the request with its reply key, in the session of the attempt that it replaces."""
     if broken is None:
         return replace(request, key=mark.key)
@@ -175,8 +175,8 @@ def in_place_of(request: Request, mark: Mark, broken: Reply | None) -> Request:
     return replace(request, key=key, session=request.session or broken.session)
 
 
-def _reused() -> Rejected:
-    return Rejected(
+def _reused() -> Rejection:
+    return Rejection(
         f"this {HEADER} came before with another body; a new request needs a new one",
         status=422,
         code="idempotency_key_reused",

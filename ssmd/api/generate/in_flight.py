@@ -13,16 +13,16 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api.generate.answer import Answer, Head
+from ssmd.api.generate.answer import Answer, ResponseInfo
 from ssmd.api.generate.delivery import Delivery
 from ssmd.api.http import sse
-from ssmd.api.http.body import shown
+from ssmd.api.http.body import brief
 from ssmd.api.http.errors import INTERNAL
 from ssmd.api.http.keys import caller_of
 from ssmd.engine.decode.generation import Generation
-from ssmd.engine.decode.several import Several
-from ssmd.engine.request import Delta, Done, Event, Failed, FinishReason, Request, Usage, joined
-from ssmd.engine.terms import Rejected
+from ssmd.engine.decode.several import MultiPrompt
+from ssmd.engine.request import Delta, Event, Failure, Finish, FinishReason, Request, Usage, joined
+from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
 
 _PREFIXES = ("chatcmpl-", "cmpl-")  # of an id as the answer has it
@@ -32,24 +32,24 @@ ROOT = "/ssmd/v1/requests"
 
 
 @dataclass(eq=False)
-class Answering:
+class InFlightAnswer:
     """One answer, from when its request waits for a model until its last event."""
 
     request: Request
     delivery: Delivery
-    followed: Callable[[Head], Answer]  # builds the answer for a follower
+    followed: Callable[[ResponseInfo], Answer]  # builds the answer for a follower
     lost: Callable[[], None]  # counts it if its client leaves while no engine has it
-    generation: Generation | Several | None = None  # None until an engine has it
+    generation: Generation | MultiPrompt | None = None  # None until an engine has it
     stopped: bool = False
 
     @property
-    def head(self) -> Head:
+    def head(self) -> ResponseInfo:
         """Return the head of its response, as known now."""
         owner, generation = self.request.domain.owner, self.generation
         if generation is None:
-            return Head(self.request.id, int(time.time()), self.request.session, owner)
+            return ResponseInfo(self.request.id, int(time.time()), self.request.session, owner)
         asked = generation.asked
-        return Head(asked.id, asked.created, asked.session, owner, cancel=self.cancel)
+        return ResponseInfo(asked.id, asked.created, asked.session, owner, cancel=self.cancel)
 
     @property
     def deltas(self) -> Sequence[Sequence[Delta]]:
@@ -61,14 +61,14 @@ class Answering:
         """Return its last event; None while it goes on."""
         return self.delivery.last.result() if self.delivery.last.done() else None
 
-    def begin(self, generation: Generation | Several) -> None:
+    def begin(self, generation: Generation | MultiPrompt) -> None:
         """Note that the engine has it."""
         self.generation = generation
         if self.stopped:
             generation.stop()
         self.delivery.tell_followers()
 
-    def recalled(self) -> Answering:
+    def recalled(self) -> InFlightAnswer:
         """Note that the engine gave it back unbegun."""
         self.generation = None
         if self.stopped:
@@ -96,41 +96,41 @@ class Answering:
         """Deliver an empty answer that was stopped before the engine had it. load_ms: time waited for the model."""
         usage = Usage.of_nothing(self.request.session, load_ms)
         stop: FinishReason = "stop"
-        self.delivery.put(Done((stop,) * self.request.choices, usage))
+        self.delivery.put(Finish((stop,) * self.request.choices, usage))
 
-    def fail(self, error: Rejected) -> None:
+    def fail(self, error: Rejection) -> None:
         """Deliver an error as its last event, unless it has one: the engine never had it."""
         if not self.delivery.last.done():
-            self.delivery.put(Failed(error))
+            self.delivery.put(Failure(error))
 
 
-class UnderWay:
+class InFlightAnswers:
     """All answers under way. Used in the event loop only."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, Answering] = {}
+        self._answers: dict[str, InFlightAnswer] = {}
 
-    def enter(self, answering: Answering) -> Answering:
+    def enter(self, answering: InFlightAnswer) -> InFlightAnswer:
         """Add an answer. It is removed at its last event."""
         id_ = answering.request.id
         self._answers[id_] = answering
         answering.delivery.last.add_done_callback(lambda _: self._answers.pop(id_, None))
         return answering
 
-    def find(self, id_: str, domain: Domain) -> Answering:
-        """Return the answer of that id. Raises Rejected if the id is unknown, or hidden from the domain."""
+    def find(self, id_: str, domain: Domain) -> InFlightAnswer:
+        """Return the answer of that id. Raises Rejection if the id is unknown, or hidden from the domain."""
         bare = next((id_.removeprefix(one) for one in _PREFIXES if id_.startswith(one)), id_)
         found = self._answers.get(bare)
         if found is None or not domain.has(found.request.domain.owner):
-            raise Rejected(
-                f"no request {shown(id_)} is under way; its text is in its session, if it was stored",
+            raise Rejection(
+                f"no request {brief(id_)} is under way; its text is in its session, if it was stored",
                 status=404,
                 code="request_not_found",
             )
         return found
 
 
-def routes(under_way: UnderWay, stall_s: float) -> list[Route]:
+def routes(under_way: InFlightAnswers, stall_s: float) -> list[Route]:
     async def stop(request: HttpRequest) -> JSONResponse:
         found = under_way.find(request.path_params["id"], caller_of(request.scope).domain)
         log.info("request %s: stopped by a client", found.head.label)
@@ -150,7 +150,7 @@ class _Follow:
     deltas at a time.
     """
 
-    def __init__(self, under_way: UnderWay, stall_s: float) -> None:
+    def __init__(self, under_way: InFlightAnswers, stall_s: float) -> None:
         self._under_way, self._stall_s = under_way, stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,23 +166,23 @@ class _Follow:
                 while found.generation is None and found.end is None and not left.done():
                     news.clear()
                     await news.wait()
-                if found.generation is None and isinstance(failed := found.end, Failed):
+                if found.generation is None and isinstance(failed := found.end, Failure):
                     raise failed.error
                 if left.done():
                     return
                 await stream.open(found.head.headers)
                 await _follow(found, found.followed(found.head), stream, news, left)
                 await stream.close()
-            except sse.Stalled:
+            except sse.ClientStalled:
                 log.info("request %s: a follower has not read for %.0f s", found.head.label, self._stall_s)
             finally:
                 left.cancel()
 
 
 async def _follow(
-    found: Answering, answer: Answer, stream: sse.EventStream, news: asyncio.Event, left: asyncio.Task[None]
+    found: InFlightAnswer, answer: Answer, stream: sse.EventStream, news: asyncio.Event, left: asyncio.Task[None]
 ) -> None:
-    """Write an answer's deltas so far and to come, until its end or until the follower leaves. Raises Stalled."""
+    """Write an answer's deltas so far and to come, until its end or until the follower leaves. Raises ClientStalled."""
     for opening in answer.opening():
         await stream.write(opening)
     told = [0] * found.request.choices  # number of deltas sent, by choice
@@ -194,11 +194,11 @@ async def _follow(
             told[i] += len(new)
             for delta in joined(new):
                 await stream.write(answer.delta(delta))
-        if isinstance(end, Done):
+        if isinstance(end, Finish):
             for ending in answer.ending(end.finish_reasons, end.usage):
                 await stream.write(ending)
             return
-        if isinstance(end, Failed):
+        if isinstance(end, Failure):
             await stream.write(answer.failure(end.error))
             return
         await news.wait()

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ssmd.api.http.keys import name_of
 from ssmd.config import Settings
 from ssmd.engine.request import Usage
-from ssmd.machine.spelling import shown
+from ssmd.machine.spelling import printable
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "PUT", "DELETE", "OPTIONS"})
 MOST_WAITING = 10_000  # limit on lines that wait to be written; further ones are left out, and counted
@@ -136,7 +136,7 @@ def _fields(entry: Entry, scope: Scope, routes: Sequence[Route], slow_s: float) 
         "error": entry.code,
         "answer": entry.answer,
         "session": entry.headers.get(b"x-ssmd-session", b"").decode() or (parts.get(_SESSION) if succeeded else None),
-        "model": None if entry.model is None else shown(entry.model),
+        "model": None if entry.model is None else printable(entry.model),
     }
     if usage is not None:
         fields |= {

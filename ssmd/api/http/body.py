@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.model.strict import Strict, too_many
 from ssmd.sessions.turn import ID_PATTERN
 
@@ -33,18 +33,18 @@ Model = TypeVar("Model", bound=StrictModel)
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the whole body; security.py limits its size. Raises Rejected."""
+    """Return the whole body; security.py limits its size. Raises Rejection."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise Rejected(
-            f"content-type {shown(kind)} is not supported here; send application/json",
+        raise Rejection(
+            f"content-type {brief(kind)} is not supported here; send application/json",
             status=415,
             code="unsupported_media_type",
         )
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
-        raise Rejected(
-            f"content-encoding {shown(coding)} is not supported here; send the body uncompressed",
+        raise Rejection(
+            f"content-encoding {brief(coding)} is not supported here; send the body uncompressed",
             status=415,
             code="unsupported_media_type",
         )
@@ -52,7 +52,7 @@ async def read_body(request: Request) -> bytes:
         async with asyncio.timeout(READ_TIMEOUT_S):
             return await request.body()
     except TimeoutError:
-        raise Rejected(
+        raise Rejection(
             f"the request body did not arrive within {READ_TIMEOUT_S:.0f} s", status=408, code="body_timeout"
         ) from None
 
@@ -60,35 +60,35 @@ async def read_body(request: Request) -> bytes:
 def parse_object(raw: bytes, go_on: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Parse a JSON object. NaN, Infinity, lone surrogates and deep nesting are refused.
 
-    go_on: called now and then. Raises Rejected, and the errors of `go_on`.
+    go_on: called now and then. Raises Rejection, and the errors of `go_on`.
     """
     if too_many(raw, MAX_VALUES, b"[{,", go_on):
-        raise Rejected(f"the request body has more than {MAX_VALUES} values", code="invalid_json")
+        raise Rejection(f"the request body has more than {MAX_VALUES} values", code="invalid_json")
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as err:
-        raise Rejected(f"the request body is not valid JSON: {err}", code="invalid_json") from None
+        raise Rejection(f"the request body is not valid JSON: {err}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise Rejected("the request body is not a JSON object", code="invalid_json")
+        raise Rejection("the request body is not a JSON object", code="invalid_json")
     return value
 
 
 def validate(model: type[Model], fields: dict[str, Any]) -> Model:
-    """Read the fields into the model. Raises Rejected that names the first wrong field."""
+    """Read the fields into the model. Raises Rejection that names the first wrong field."""
     try:
         return model.model_validate(fields)
     except ValidationError as err:
         raise _explain(err.errors(include_url=False)[0]) from None
 
 
-def shown(value: object) -> str:
+def brief(value: object) -> str:
     """Format a client's value for an error message, cut to a sensible length."""
     text = _SHORT.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
 
 
 class _Short(reprlib.Repr):
-    """Formats a value for `shown`: short values whole, long ones only as far as they are shown."""
+    """Formats a value for `brief`: short values whole, long ones only as far as they are shown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,15 +108,15 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
-def _explain(detail: ErrorDetails) -> Rejected:
+def _explain(detail: ErrorDetails) -> Rejection:
     param = ""
     for part in (*detail["loc"], *detail.get("ctx", {}).get("name", ())):
         if part != "[key]":
             param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
-    param = shown(param)[1:-1]
+    param = brief(param)[1:-1]
     if detail["type"] == "missing":
-        return Rejected(f"{param} is required", code="missing_required_parameter", param=param)
+        return Rejection(f"{param} is required", code="missing_required_parameter", param=param)
     if detail["type"] == "extra_forbidden":
-        return Rejected(f"there is no parameter {param!r} here", code="unknown_parameter", param=param)
+        return Rejection(f"there is no parameter {param!r} here", code="unknown_parameter", param=param)
     text = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return Rejected(f"{param}: {text} (got {shown(detail['input'])})", code="invalid_value", param=param)
+    return Rejection(f"{param}: {text} (got {brief(detail['input'])})", code="invalid_value", param=param)

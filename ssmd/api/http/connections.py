@@ -1,4 +1,4 @@
-"""Limits on connections: how long one may be idle, and how many may be open. `Seldom` rate-limits their log lines.
+"""Limits on connections: how long one may be idle, and how many may be open. `LogLimiter` rate-limits their log lines.
 
 uvicorn's own deadline begins only after the first answer. Here a connection is *idle* from its first moment until a
 request's head is complete, and again from the end of the answer. An idle connection has a deadline. Where there are
@@ -301,11 +301,11 @@ def keep_short() -> None:
     """Rate-limit the log lines that any client can cause."""
     for name in _LOGGERS:
         logger = logging.getLogger(name)
-        if not any(isinstance(one, Seldom) for one in logger.filters):
-            logger.addFilter(Seldom())
+        if not any(isinstance(one, LogLimiter) for one in logger.filters):
+            logger.addFilter(LogLimiter())
 
 
-class Seldom(logging.Filter):
+class LogLimiter(logging.Filter):
     """Passes the messages of _BY_STRANGERS a few times a minute, and then adds the number of those left out."""
 
     def __init__(self) -> None:

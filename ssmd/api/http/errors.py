@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ssmd.api.http import access
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 
 ExceptionHandler = Callable[[Request, Exception], Awaitable[Response]]
 MAX_MESSAGE_CHARS = 2000
 IGNORED = "x-ssmd-ignored"  # the header that names the fields of a request that were ignored
-INTERNAL = Rejected("the daemon failed on this request; its log says why", status=500, code="internal_error")
+INTERNAL = Rejection("the daemon failed on this request; its log says why", status=500, code="internal_error")
 
 
-def error_body(error: Rejected) -> dict[str, Any]:
+def error_body(error: Rejection) -> dict[str, Any]:
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     message = error.message
     if len(message) > MAX_MESSAGE_CHARS:
@@ -27,7 +27,7 @@ def error_body(error: Rejected) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
 
 
-def error_response(error: Rejected, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(error: Rejection, headers: Mapping[str, str] | None = None) -> Response:
     """Build an error response. SDKs retry every 5xx by themselves, so one without a retry time is marked permanent."""
     extra = dict(headers or {})
     if error.retry_after_s is not None:
@@ -39,7 +39,7 @@ def error_response(error: Rejected, headers: Mapping[str, str] | None = None) ->
 
 
 async def _rejected(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, Rejected)
+    assert isinstance(exc, Rejection)
     access.note(request.scope, code=exc.code)
     return error_response(exc)
 
@@ -49,12 +49,12 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     what = f"{request.method} {request.url.path}"
     if exc.status_code == 404:
-        error = Rejected(f"there is nothing at {what}", status=404, code="not_found")
+        error = Rejection(f"there is nothing at {what}", status=404, code="not_found")
     elif exc.status_code == 405:
         allowed = (exc.headers or {}).get("Allow", "")
-        error = Rejected(f"{what} is not possible; allowed: {allowed}", status=405, code="method_not_allowed")
+        error = Rejection(f"{what} is not possible; allowed: {allowed}", status=405, code="method_not_allowed")
     else:
-        error = Rejected(f"{what}: {exc.detail}", status=exc.status_code, code="http_error")
+        error = Rejection(f"{what}: {exc.detail}", status=exc.status_code, code="http_error")
     access.note(request.scope, code=error.code)
     return error_response(error, exc.headers)
 
@@ -65,4 +65,4 @@ async def _crash(request: Request, exc: Exception) -> Response:
     return error_response(INTERNAL)
 
 
-HANDLERS: Mapping[Any, ExceptionHandler] = {Rejected: _rejected, HTTPException: _http_exception, Exception: _crash}
+HANDLERS: Mapping[Any, ExceptionHandler] = {Rejection: _rejected, HTTPException: _http_exception, Exception: _crash}

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ssmd.config import KEY, Settings, SettingsError
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.machine import privatefile
 from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
 
@@ -110,7 +110,7 @@ class Keys:
         log.info("%d API keys of %d names are in force", len(self._keys), names)
 
     def caller(self, authorization: str) -> Caller:
-        """Return the caller that an Authorization header identifies. Raises Rejected."""
+        """Return the caller that an Authorization header identifies. Raises Rejection."""
         keys = self._keys
         scheme, _, given = authorization.partition(" ")
         digest, found = digest_of(given.strip()), None
@@ -126,7 +126,7 @@ class Keys:
             found = key if hmac.compare_digest(digest, key.digest) else found
         if found is None or not bearer:
             what = "the API key is wrong" if given else "an API key is needed"
-            raise Rejected(f"{what}; send it as: Authorization: Bearer <key>", status=401, code="invalid_api_key")
+            raise Rejection(f"{what}; send it as: Authorization: Bearer <key>", status=401, code="invalid_api_key")
         return self._of(found, keys)
 
     def ticket(self, caller: Caller) -> str:
@@ -159,7 +159,7 @@ class Keys:
 
 
 def set_caller(scope: Any, caller: Caller, look: Callable[[], Caller]) -> None:
-    """Note the caller in an ASGI scope. look: identifies the caller again, or raises Rejected."""
+    """Note the caller in an ASGI scope. look: identifies the caller again, or raises Rejection."""
     scope[_CALLER], scope[_LOOK] = caller, look
 
 
@@ -180,7 +180,7 @@ def is_in_force(scope: Mapping[str, Any]) -> bool:
     """Return True if a request's key is still valid and identifies the same caller."""
     try:
         return bool(scope[_LOOK]() == scope[_CALLER])
-    except Rejected:
+    except Rejection:
         return False
 
 

@@ -29,12 +29,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ssmd.api.http import access
 from ssmd.api.http.access import AccessLog
-from ssmd.api.http.body import shown
+from ssmd.api.http.body import brief
 from ssmd.api.http.errors import HANDLERS, error_response
 from ssmd.api.http.keys import REDEEM, TICKETS, Caller, Keys, set_caller
 from ssmd.config import Settings
 from ssmd.engine.request import label
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})
@@ -47,7 +47,7 @@ RETRY_AFTER_S = 5
 _ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
 _EXPOSED = b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after"
 _READING = ("GET", "HEAD")
-_ENDING = Rejected("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
+_ENDING = Rejection("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 
@@ -87,10 +87,10 @@ def guarded(routes: Sequence[Route], rules: Rules, log: AccessLog | None = None)
     app = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
     app.router.redirect_slashes = False
     guard = Security(app, rules)
-    return guard if log is None else _Logged(log, guard, routes)
+    return guard if log is None else _LoggedApp(log, guard, routes)
 
 
-class _Logged:
+class _LoggedApp:
     def __init__(self, log: AccessLog, guard: Security, routes: Sequence[Route]) -> None:
         self._log, self._guard, self._routes = log, guard, routes
 
@@ -162,7 +162,7 @@ class Security:
             set_caller(scope, caller, look)
             _check_method(scope, caller)
             intake.limit = self._body_limit(scope["path"], headers)
-        except Rejected as err:
+        except Rejection as err:
             challenge = {"www-authenticate": "Bearer"} if err.status == 401 else {}
             access.note(scope, code=err.code)
             log.info("refused %s %s: %s", scope["method"], where, err.message)
@@ -186,8 +186,8 @@ class Security:
         name = _host_name(given[0]) if len(given) == 1 else None
         if name is not None and (name in self._rules.hosts or "*" in self._rules.hosts):
             return
-        raise Rejected(
-            f"Host {shown(', '.join(given))} is not allowed; add it to SSMD_ALLOWED_HOSTS if it is this machine's name",
+        raise Rejection(
+            f"Host {brief(', '.join(given))} is not allowed; add it to SSMD_ALLOWED_HOSTS if it is this machine's name",
             status=403,
             code="host_not_allowed",
         )
@@ -200,8 +200,8 @@ class Security:
             return
         if len(given) == 1 and (readable or given[0].lower() == own):
             return
-        raise Rejected(
-            f"Origin {shown(', '.join(given))} is not allowed; add it to SSMD_ALLOWED_ORIGINS if that page may ask",
+        raise Rejection(
+            f"Origin {brief(', '.join(given))} is not allowed; add it to SSMD_ALLOWED_ORIGINS if that page may ask",
             status=403,
             code="origin_not_allowed",
         )
@@ -211,7 +211,7 @@ class Security:
         followed = path in self._rules.open_paths and headers.get("sec-fetch-mode") == "navigate"
         if headers.get("sec-fetch-site", "none") in ("none", "same-origin") or followed:
             return
-        raise Rejected(
+        raise Rejection(
             "the browser sent this for a page of another site; add its origin to SSMD_ALLOWED_ORIGINS to allow it",
             status=403,
             code="origin_not_allowed",
@@ -221,9 +221,9 @@ class Security:
         limit = self._rules.body_limits.get(path, self._rules.max_body_bytes)
         declared = headers.get("content-length", "0")
         if not re.fullmatch(r"[0-9]{1,18}", declared):
-            raise Rejected(f"content-length {shown(declared)} is not a size", code="invalid_content_length")
+            raise Rejection(f"content-length {brief(declared)} is not a size", code="invalid_content_length")
         if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have used the other one
-            raise Rejected("content-length and transfer-encoding exclude each other", code="invalid_content_length")
+            raise Rejection("content-length and transfer-encoding exclude each other", code="invalid_content_length")
         if int(declared) > limit:
             raise _too_large(limit)
         return limit
@@ -264,7 +264,7 @@ class _Intake:
             return
         more = max(0, self._seen - FREE_BYTES) - self._held
         if self._bodies.held + more > self._bodies.most:
-            raise Rejected(
+            raise Rejection(
                 f"the bodies of the requests under way are {self._bodies.most} bytes together; try again later",
                 status=503,
                 code="bodies_full",
@@ -291,15 +291,15 @@ class _Intake:
 
 def _check_method(scope: Scope, caller: Caller) -> None:
     if caller.read_only and scope["method"] not in _READING and scope["path"] != TICKETS:
-        raise Rejected(
+        raise Rejection(
             f"the key {caller.name} is read-only: it allows only {' and '.join(_READING)}",
             status=403,
             code="read_only_key",
         )
 
 
-def _too_large(limit: int) -> Rejected:
-    return Rejected(
+def _too_large(limit: int) -> Rejection:
+    return Rejection(
         f"the request body is larger than the {limit} bytes allowed (SSMD_MAX_BODY_BYTES)",
         status=413,
         code="body_too_large",

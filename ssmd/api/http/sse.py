@@ -12,7 +12,7 @@ from starlette.types import Send
 DONE = b"data: [DONE]\n\n"
 
 
-class Stalled(Exception):
+class ClientStalled(Exception):
     """A client that has not read for too long."""
 
 
@@ -22,7 +22,7 @@ def encode(value: Mapping[str, Any]) -> bytes:
 
 
 class EventStream:
-    """A response under way. Every method raises Stalled if the client reads nothing for `stall_s` seconds."""
+    """A response under way. Every method raises ClientStalled if the client reads nothing for `stall_s` seconds."""
 
     def __init__(self, send: Send, stall_s: float) -> None:
         self._send = send
@@ -49,4 +49,4 @@ class EventStream:
             async with asyncio.timeout(self._stall_s):
                 await self._send(message)
         except TimeoutError:
-            raise Stalled from None
+            raise ClientStalled from None

@@ -8,9 +8,9 @@ from typing import Any
 
 from starlette.routing import Route
 
-from ssmd.api.generate.answer import Answer, Asking, Head, WholeChoice, own_usage
+from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeChoice, own_usage
 from ssmd.api.generate.front import Front
-from ssmd.api.generate.in_flight import UnderWay
+from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http import sse
 from ssmd.api.http.errors import error_body
 from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
@@ -18,11 +18,11 @@ from ssmd.api.openai.fields import Fields
 from ssmd.api.openai.tools import variables_of
 from ssmd.engine.host.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, TokenLogprob, Usage
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 
 
 def routes(
-    host: Host, under_way: UnderWay, stall_s: float, *, truncate: bool = False, strict: bool = False
+    host: Host, under_way: InFlightAnswers, stall_s: float, *, truncate: bool = False, strict: bool = False
 ) -> list[Route]:
     """Return the endpoint, for `app.create_app`. truncate: the default of `truncation`. strict: the setting."""
     fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=strict)
@@ -30,8 +30,8 @@ def routes(
     return [Route("/v1/chat/completions", front, methods=["POST"])]
 
 
-def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -> Asking:
-    """Read a body's fields. Raises Rejected."""
+def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -> ParsedRequest:
+    """Read a body's fields. Raises Rejection."""
     fields, ignored = sorting.sort(fields)
     body = read_chat(fields)
     model = host.shelf.find(body.model)
@@ -40,7 +40,7 @@ def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -
     ignored = (*ignored, *sorting.named(unread))
     name = model.id if "@" in body.model else model.name
     written = partial(ChatAnswer, name, model.manifest.build, request.n)
-    return Asking(
+    return ParsedRequest(
         model,
         request,
         stream=bool(body.stream),
@@ -57,7 +57,9 @@ def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -
 class ChatAnswer(Answer):
     """A `chat.completion`, or its `chat.completion.chunk`s."""
 
-    def __init__(self, model: str, build: str, choices: int, head: Head, *, stream: bool, include_usage: bool) -> None:
+    def __init__(
+        self, model: str, build: str, choices: int, head: ResponseInfo, *, stream: bool, include_usage: bool
+    ) -> None:
         """Begin an answer. model: its name as the client sent it."""
         self._choices, self._include_usage, self._ignored = choices, include_usage, head.ignored
         self._envelope: dict[str, Any] = {
@@ -96,7 +98,7 @@ class ChatAnswer(Answer):
             yield sse.encode({**self._envelope, "choices": [], "usage": _usage(usage, self._ignored)})
         yield sse.DONE
 
-    def failure(self, error: Rejected) -> bytes:
+    def failure(self, error: Rejection) -> bytes:
         return sse.encode(error_body(error))
 
     def _chunk(

@@ -12,15 +12,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, create_model, field_validator
 
-from ssmd.api.http.body import Id, StrictModel, shown, validate
+from ssmd.api.http.body import Id, StrictModel, brief, validate
 from ssmd.api.openai.fields import OTHERS
 from ssmd.api.openai.messages import read_messages
-from ssmd.api.openai.structured import Structured, grammar_of
+from ssmd.api.openai.structured import StructuredFields, grammar_of
 from ssmd.api.openai.tools import read_given, read_tool_choice
 from ssmd.engine.request import Request
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.penalties import Dry
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.machine.duration import MAX_S, parse_duration
 from ssmd.model.defaults import BREAKERS, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_INT, OPTIONS, Defaults, Option
 
@@ -83,7 +83,7 @@ _SAMPLING: dict[str, Any] = {
 }
 
 
-class GenerationBody(create_model("SamplingBody", __base__=Structured, **_SAMPLING)):  # type: ignore[misc]  # made at run time
+class GenerationBody(create_model("SamplingBody", __base__=StructuredFields, **_SAMPLING)):  # type: ignore[misc]  # made at run time
     """The fields that chat and text completions share. Those of sampling are made of the table OPTIONS."""
 
     model: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -154,19 +154,19 @@ class ChatBody(GenerationBody):
 
 
 def read_chat(fields: dict[str, Any]) -> ChatBody:
-    """Read the fields of a chat request. Raises Rejected that names a wrong, unknown or unsupported parameter."""
+    """Read the fields of a chat request. Raises Rejection that names a wrong, unknown or unsupported parameter."""
     return validate(ChatBody, without_refused(fields, NOT_BUILT))
 
 
 def without_refused(fields: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Return the fields without those that ask for nothing. Raises Rejected if one asks for something unsupported."""
+    """Return the fields without those that ask for nothing. Raises Rejection if one asks for something unsupported."""
     kept = {}
     for name, value in fields.items():
         if name not in refused:
             kept[name] = value
         elif value not in refused[name]:
-            raise Rejected(
-                f"parameter {name!r} is not supported here (got {shown(value)}); leave it out",
+            raise Rejection(
+                f"parameter {name!r} is not supported here (got {brief(value)}); leave it out",
                 code="unsupported_parameter",
                 param=name,
             )
@@ -181,13 +181,13 @@ def to_request(
     truncate: bool = False,
     unread: set[str] | None = None,
 ) -> Request:
-    """Return the request to the engine. Raises Rejected.
+    """Return the request to the engine. Raises Rejection.
 
     truncate: the default of `truncation`. unread: takes the names of parts of its messages that are ignored. The others
     as of `generation`.
     """
     if body.top_logprobs is not None and not body.logprobs:
-        raise Rejected("top_logprobs is only possible with logprobs: true", code="invalid_value", param="top_logprobs")
+        raise Rejection("top_logprobs is only possible with logprobs: true", code="invalid_value", param="top_logprobs")
     messages = read_messages(body.messages, unread)
     given = read_given(vars(body))
     return replace(
@@ -206,12 +206,12 @@ def to_request(
 
 
 def generation(body: GenerationBody, vocabulary: int, defaults: Defaults, logprobs: bool, top_logprobs: int) -> Request:
-    """Return a request to the engine that has no prompt yet. Raises Rejected.
+    """Return a request to the engine that has no prompt yet. Raises Rejection.
 
     vocabulary: number of token ids. defaults: the model's, for options that the body leaves out.
     """
     if body.include_usage and not body.stream:
-        raise Rejected(
+        raise Rejection(
             "stream_options is only possible with stream: true", code="invalid_value", param="stream_options"
         )
     options: dict[str, Any] = {name: default.value for name, default in defaults.items()} | _sent(body)
@@ -225,7 +225,7 @@ def generation(body: GenerationBody, vocabulary: int, defaults: Defaults, logpro
             top_logprobs=top_logprobs,
         )
     except ValueError as err:
-        raise Rejected(str(err), code="invalid_value") from None
+        raise Rejection(str(err), code="invalid_value") from None
     return Request(
         messages=(),
         sampling=sampling,
@@ -238,7 +238,7 @@ def generation(body: GenerationBody, vocabulary: int, defaults: Defaults, logpro
 
 
 def _sent(body: GenerationBody) -> dict[str, Any]:
-    """Return the options that a body sets, by name. Raises Rejected if two names of one option have other values."""
+    """Return the options that a body sets, by name. Raises Rejection if two names of one option have other values."""
     fields = vars(body)
     sent = {name: _one_of(**{n: fields[n] for n in (name, *one.aliases)}) for name, one in OPTIONS.items()}
     sent[BREAKERS] = fields[BREAKERS]
@@ -263,11 +263,13 @@ def _dry(options: Mapping[str, Any], *, prompt: bool) -> Dry | None:
 
 
 def _one_of(**named: Value | None) -> Value | None:
-    """Return the value of a parameter with two names. Raises Rejected, with the first name, if the values differ."""
+    """Return the value of a parameter with two names. Raises Rejection, with the first name, if the values differ."""
     given = {name: value for name, value in named.items() if value is not None}
     if len(set(given.values())) > 1:
         said = " and ".join(f"{name} ({value})" for name, value in given.items())
-        raise Rejected(f"{said} have different values; send one of them", code="invalid_value", param=next(iter(given)))
+        raise Rejection(
+            f"{said} have different values; send one of them", code="invalid_value", param=next(iter(given))
+        )
     return next(iter(given.values()), None)
 
 
@@ -275,8 +277,8 @@ def _logit_bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:
     bias = {}
     for key, value in given.items():
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= vocabulary:
-            raise Rejected(
-                f"logit_bias: {shown(key)} is not a token id of this model; ids go from 0 to {vocabulary - 1}",
+            raise Rejection(
+                f"logit_bias: {brief(key)} is not a token id of this model; ids go from 0 to {vocabulary - 1}",
                 code="invalid_value",
                 param="logit_bias",
             )

@@ -12,17 +12,17 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.routing import Route
 
-from ssmd.api.generate.answer import Answer, Asking, Head, WholeChoice, own_usage
+from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeChoice, own_usage
 from ssmd.api.generate.front import Front
-from ssmd.api.generate.in_flight import UnderWay
+from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http import sse
-from ssmd.api.http.body import shown, validate
+from ssmd.api.http.body import brief, validate
 from ssmd.api.http.errors import error_body
 from ssmd.api.openai.chat_body import MAX_N, NOT_BUILT, GenerationBody, generation, without_refused
 from ssmd.api.openai.fields import Fields, Neutral
 from ssmd.engine.host.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Raw, Request, TokenLogprob, Usage
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.model.defaults import Defaults
 
 PATH = "/v1/completions"
@@ -54,7 +54,7 @@ _UNKNOWN_HERE = frozenset(
 )
 
 
-def routes(host: Host, under_way: UnderWay, stall_s: float, *, strict: bool = False) -> list[Route]:
+def routes(host: Host, under_way: InFlightAnswers, stall_s: float, *, strict: bool = False) -> list[Route]:
     """Return the endpoint, for `app.create_app`. strict: the setting."""
     front = Front(
         host, partial(_read, host, Fields(CompletionBody.model_fields, REFUSED, strict=strict)), under_way, stall_s
@@ -62,15 +62,15 @@ def routes(host: Host, under_way: UnderWay, stall_s: float, *, strict: bool = Fa
     return [Route(PATH, front, methods=["POST"])]
 
 
-def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> Asking:
-    """Read a body's fields. Raises Rejected."""
+def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> ParsedRequest:
+    """Read a body's fields. Raises Rejection."""
     fields, ignored = sorting.sort(fields)
     body = read_completion(fields)
     model = host.shelf.find(body.model)
     request = to_raw_request(body, model.manifest.vocabulary, model.defaults)
     name = model.id if "@" in body.model else model.name
     written = partial(CompletionAnswer, name, model.manifest.build, announced=bool(body.background))
-    return Asking(
+    return ParsedRequest(
         model,
         request,
         stream=bool(body.stream),
@@ -86,7 +86,7 @@ class CompletionAnswer(Answer):
     """A `text_completion`, whole or in pieces of the same shape."""
 
     def __init__(
-        self, model: str, build: str, head: Head, *, stream: bool, include_usage: bool, announced: bool = False
+        self, model: str, build: str, head: ResponseInfo, *, stream: bool, include_usage: bool, announced: bool = False
     ) -> None:
         """Begin an answer. model: its name as the client sent it. announced: a stream sends the id before the text."""
         self._include_usage, self._ignored, self._announced = include_usage, head.ignored, announced
@@ -127,7 +127,7 @@ class CompletionAnswer(Answer):
             yield sse.encode({**self._envelope, "choices": [], "usage": self._usage(usage)})
         yield sse.DONE
 
-    def failure(self, error: Rejected) -> bytes:
+    def failure(self, error: Rejection) -> bytes:
         return sse.encode(error_body(error))
 
     def _chunk(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: FinishReason | None) -> bytes:
@@ -199,24 +199,27 @@ REFUSED: Neutral = {
 
 
 def read_completion(fields: dict[str, Any]) -> CompletionBody:
-    """Read the fields of a completion request. Raises Rejected that names a wrong or unsupported parameter."""
+    """Read the fields of a completion request. Raises Rejection that names a wrong or unsupported parameter."""
     for name in fields:
         if name in _UNKNOWN_HERE:
-            raise Rejected(f"there is no parameter {name!r} here", code="unknown_parameter", param=name)
+            raise Rejection(f"there is no parameter {name!r} here", code="unknown_parameter", param=name)
     return validate(CompletionBody, without_refused(fields, REFUSED))
 
 
 def to_raw_request(body: CompletionBody, vocabulary: int, defaults: Defaults = MappingProxyType({})) -> Request:
-    """Return the request to the engine. `vocabulary`: number of token ids. `defaults`: the model's. Raises Rejected."""
+    """Return the request to the engine. `vocabulary`: number of token ids. `defaults`: the model's.
+
+    Raises Rejection.
+    """
     request = generation(body, vocabulary, defaults, body.logprobs is not None, body.logprobs or 0)
     if body.echo and body.logprobs is not None:
-        raise Rejected(
+        raise Rejection(
             "logprobs of the prompt's own tokens are not supported: leave echo or logprobs out",
             code="unsupported_parameter",
             param="logprobs",
         )
     if body.best_of is not None and body.best_of != request.n:
-        raise Rejected(
+        raise Rejection(
             f"best_of ({body.best_of}) other than n ({request.n}) is not supported; leave it out",
             code="unsupported_parameter",
             param="best_of",
@@ -232,16 +235,16 @@ def to_raw_request(body: CompletionBody, vocabulary: int, defaults: Defaults = M
         max_tokens=request.max_tokens if limited else DEFAULT_TOKENS,
     )
     if raw.choices > MAX_CHOICES:
-        raise Rejected(
+        raise Rejection(
             f"{1 + len(more)} prompts of {raw.n} choices are more than {MAX_CHOICES}", code="invalid_value", param="n"
         )
     return raw
 
 
 def _prompts(value: Any, vocabulary: int) -> list[Raw]:
-    """Read one prompt or several: each a text, or ids. Raises Rejected."""
+    """Read one prompt or several: each a text, or ids. Raises Rejection."""
     if value is None:
-        raise Rejected("prompt is required", code="missing_required_parameter", param="prompt")
+        raise Rejection("prompt is required", code="missing_required_parameter", param="prompt")
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -270,5 +273,5 @@ def _ids(value: list[Any], where: str, vocabulary: int) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _wrong(where: str, what: str, value: Any) -> Rejected:
-    return Rejected(f"{where}: expected {what} (got {shown(value)})", code="invalid_value", param=where)
+def _wrong(where: str, what: str, value: Any) -> Rejection:
+    return Rejection(f"{where}: expected {what} (got {brief(value)})", code="invalid_value", param=where)

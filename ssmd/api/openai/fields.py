@@ -11,7 +11,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from ssmd.api.http.body import StrictModel
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 
 log = logging.getLogger(__name__)
 Neutral = Mapping[str, tuple[Any, ...]]  # by field, the values that ask for nothing
@@ -85,7 +85,7 @@ class Fields:
         self._lock = threading.Lock()
 
     def sort(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the fields of a body to read, and the names of its ignored fields. Raises Rejected."""
+        """Return the fields of a body to read, and the names of its ignored fields. Raises Rejection."""
         kept: dict[str, Any] = {}
         ignored: list[str] = []
         for name, value in fields.items():
@@ -111,12 +111,12 @@ class Fields:
         return kept
 
     def named(self, ignored: Collection[str]) -> tuple[str, ...]:
-        """Return ignored fields' names as an answer lists them, and log new ones. Raises Rejected if strict."""
+        """Return ignored fields' names as an answer lists them, and log new ones. Raises Rejection if strict."""
         if not ignored:
             return ()
         if self._strict:
             name = printable(min(ignored))
-            raise Rejected(f"there is no parameter {name!r} here", code="unknown_parameter", param=name)
+            raise Rejection(f"there is no parameter {name!r} here", code="unknown_parameter", param=name)
         names = sorted({printable(name) for name in ignored})
         for name in self._unlogged(names):
             log.info("a client sends the field %s, which is ignored (SSMD_STRICT=1 refuses it)", name)

@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any, NoReturn
 
-from ssmd.api.http.body import shown
-from ssmd.engine.terms import Rejected
+from ssmd.api.http.body import brief
+from ssmd.engine.terms import Rejection
 from ssmd.text.messages import ROLES, THINK, THINK_END, Message, Role, ToolCall
 
 MAX_CALLS = 64  # calls of a message
@@ -26,7 +26,7 @@ _FUNCTION = re.compile(r"[\w.-]{1,64}")
 
 
 def read_messages(value: Any, ignored: set[str] | None = None) -> tuple[Message, ...]:
-    """Read the messages of a request. Raises Rejected whose param is a path like messages[2].content[0].
+    """Read the messages of a request. Raises Rejection whose param is a path like messages[2].content[0].
 
     ignored: takes the names of ignored fields, like messages.cache_control.
     """
@@ -39,7 +39,7 @@ def read_messages(value: Any, ignored: set[str] | None = None) -> tuple[Message,
     if messages[-1].tool_calls:
         where = f"messages[{len(messages) - 1}].tool_calls"
         what = f"{where}: an answer that calls tools cannot be continued; send the results of the calls after it"
-        raise Rejected(what, code="invalid_value", param=where)
+        raise Rejection(what, code="invalid_value", param=where)
     return messages
 
 
@@ -63,7 +63,7 @@ class _Reader:
         if not isinstance(entry, dict):
             _wrong(where, "must be an object with role and content", entry)
         if "role" not in entry:
-            raise Rejected(f"{where}.role is required", code="missing_required_parameter", param=f"{where}.role")
+            raise Rejection(f"{where}.role is required", code="missing_required_parameter", param=f"{where}.role")
         if entry["role"] in ("tool", "function"):
             self._look_at_the_rest(entry, _FIELDS | _TOOL_FIELDS, where)
             return self._result(entry, where)
@@ -92,7 +92,7 @@ class _Reader:
 
     def _leave(self, of: str, key: str) -> None:
         if len(self._ignored) < MAX_IGNORED:
-            self._ignored.add(f"{of}.{shown(key)[1:-1]}")
+            self._ignored.add(f"{of}.{brief(key)[1:-1]}")
 
     def _made(self, entry: dict[str, Any], where: str) -> tuple[ToolCall, ...]:
         """Read the calls of an assistant's message."""
@@ -103,7 +103,7 @@ class _Reader:
             _wrong(f"{where}.tool_calls", "must be a list of calls", listed)
         if len(listed) > MAX_CALLS:
             what = f"{where}.tool_calls has {len(listed)} calls, at most {MAX_CALLS} are possible"
-            raise Rejected(what, code="invalid_value", param=f"{where}.tool_calls")
+            raise Rejection(what, code="invalid_value", param=f"{where}.tool_calls")
         if not listed and old is not None:
             calls = [_function(f"call_{len(self._calls)}", old, f"{where}.function_call")]
         else:
@@ -125,7 +125,7 @@ class _Reader:
         of = entry.get("tool_call_id")
         if of is None:
             at = f"{where}.tool_call_id"
-            raise Rejected(f"{at} is required for role 'tool'", code="missing_required_parameter", param=at)
+            raise Rejection(f"{at} is required for role 'tool'", code="missing_required_parameter", param=at)
         if not isinstance(of, str) or of not in self._calls:
             _wrong(f"{where}.tool_call_id", "must be the id of one of the tool_calls in a message before it", of)
         return Message("tool", content, name, tool_call_id=of)
@@ -134,7 +134,7 @@ class _Reader:
         if content is None:
             if role in ("assistant", "tool"):
                 return ""
-            raise Rejected(f"{where} is required for role {role!r}", code="missing_required_parameter", param=where)
+            raise Rejection(f"{where} is required for role {role!r}", code="missing_required_parameter", param=where)
         if isinstance(content, str):
             return content
         if not isinstance(content, list) or not (content or role in ("assistant", "tool")):
@@ -146,7 +146,7 @@ class _Reader:
             _wrong(where, 'must be an object like {"type": "text", "text": "…"}', part)
         kind = part["type"]
         if kind not in ("text", "refusal"):
-            _not_built(where, f"content of type {shown(kind)}")
+            _not_built(where, f"content of type {brief(kind)}")
         for key, value in part.items():
             if key not in ("type", kind) and value not in _NOTHING:
                 self._leave("messages.content", key)
@@ -160,7 +160,7 @@ def _call(call: Any, where: str) -> ToolCall:
     if not isinstance(call, dict):
         _wrong(where, "must be an object with id, type and function", call)
     if call.get("type", "function") != "function":
-        _not_built(f"{where}.type", f"a call of type {shown(call['type'])}")
+        _not_built(f"{where}.type", f"a call of type {brief(call['type'])}")
     return _function(_short(call.get("id"), f"{where}.id"), call.get("function"), f"{where}.function")
 
 
@@ -179,7 +179,7 @@ def _function(id_: str, function: Any, where: str) -> ToolCall:
 
 def _short(text: Any, where: str) -> str:
     if text is None:
-        raise Rejected(f"{where} is required", code="missing_required_parameter", param=where)
+        raise Rejection(f"{where} is required", code="missing_required_parameter", param=where)
     if not isinstance(text, str) or not 1 <= len(text) <= MAX_CALL_CHARS:
         _wrong(where, f"must be a string of 1 to {MAX_CALL_CHARS} characters", text)
     return text
@@ -225,8 +225,8 @@ def _name(entry: dict[str, Any], where: str, pattern: re.Pattern[str] = _NAME) -
 
 
 def _wrong(param: str, what: str, value: Any) -> NoReturn:
-    raise Rejected(f"{param} {what} (got {shown(value)})", code="invalid_value", param=param)
+    raise Rejection(f"{param} {what} (got {brief(value)})", code="invalid_value", param=param)
 
 
 def _not_built(param: str, what: str | None = None) -> NoReturn:
-    raise Rejected(f"{param}: {what or 'this'} is not supported", code="unsupported_parameter", param=param)
+    raise Rejection(f"{param}: {what or 'this'} is not supported", code="unsupported_parameter", param=param)

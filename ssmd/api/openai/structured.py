@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ssmd.api.http.body import StrictModel, parse_object, shown
+from ssmd.api.http.body import StrictModel, brief, parse_object
 from ssmd.engine.sampling.grammar import check_lark, held
-from ssmd.engine.terms import Grammar, Rejected
+from ssmd.engine.terms import Grammar, Rejection
 from ssmd.text.closed import closed
 
 MAX_CHOICES = 1000
@@ -48,7 +48,7 @@ class StructuredOutputs(StrictModel):
     json_object: bool | None = None
 
 
-class Structured(StrictModel):
+class StructuredFields(StrictModel):
     """The fields of a body that constrain the answer."""
 
     response_format: ResponseFormat | None = None
@@ -61,8 +61,8 @@ class Structured(StrictModel):
     grammar: str | None = None
 
 
-def grammar_of(body: Structured) -> Grammar | None:
-    """Return the grammar of the answer; None if it is free. Raises Rejected for an invalid or a second constraint."""
+def grammar_of(body: StructuredFields) -> Grammar | None:
+    """Return the grammar of the answer; None if it is free. Raises Rejection for an invalid or a second constraint."""
     asked: dict[str, Callable[[str], Grammar]] = {}
 
     def ask(param: str, value: Any, make: Callable[[Any, str], Grammar]) -> None:
@@ -85,7 +85,7 @@ def grammar_of(body: Structured) -> Grammar | None:
     ask("grammar", body.grammar or None, of_grammar)
     if len(asked) > 1:
         said = " and ".join(asked)
-        raise Rejected(f"{said} both constrain the answer; send one", code="invalid_value", param=[*asked][1])
+        raise Rejection(f"{said} both constrain the answer; send one", code="invalid_value", param=[*asked][1])
     return next((make(param) for param, make in asked.items()), None)
 
 
@@ -102,19 +102,19 @@ def _ask_for_format(form: ResponseFormat, ask: Callable[[str, Any, Callable[[Any
         param = "response_format.schema" if form.json_schema is None else "response_format.json_schema.schema"
         if inner is None:
             param = "response_format.json_schema" if form.json_schema is None and form.schema_ is None else param
-            raise Rejected(f"{param} is required", code="missing_required_parameter", param=param)
+            raise Rejection(f"{param} is required", code="missing_required_parameter", param=param)
         ask(param, inner, of_schema)
 
 
 def of_schema(schema: Any, param: str) -> Grammar:
-    """Return the grammar of a JSON schema, given as an object or as text. Raises Rejected."""
+    """Return the grammar of a JSON schema, given as an object or as text. Raises Rejection."""
     if isinstance(schema, str):
         try:
             schema = parse_object(schema.encode())
-        except Rejected as err:
+        except Rejection as err:
             raise _wrong(param, f"is not a JSON schema: {err.message.removeprefix('the request body ')}") from None
     if not isinstance(schema, dict):
-        raise _wrong(param, f"is not a JSON schema (got {shown(schema)}); that is an object")
+        raise _wrong(param, f"is not a JSON schema (got {brief(schema)}); that is an object")
     return _grammar({"json_schema": closed(schema) | {"x-guidance": _COMPACT}}, param)
 
 
@@ -131,7 +131,7 @@ def of_choice(choices: list[str], param: str) -> Grammar:
 
 
 def of_grammar(text: str, param: str) -> Grammar:
-    """Return the grammar of a text in llama.cpp's GBNF, or in Lark's syntax. Raises Rejected."""
+    """Return the grammar of a text in llama.cpp's GBNF, or in Lark's syntax. Raises Rejection."""
     from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
     if not text.strip():
@@ -153,5 +153,5 @@ def _grammar(grammar: dict[str, Any], param: str) -> Grammar:
     return Grammar(json.dumps({"grammars": [grammar]}, ensure_ascii=False), param)
 
 
-def _wrong(param: str, why: str) -> Rejected:
-    return Rejected(f"{param} {why}", code="invalid_value", param=param)
+def _wrong(param: str, why: str) -> Rejection:
+    return Rejection(f"{param} {why}", code="invalid_value", param=param)

@@ -20,7 +20,7 @@ from ssmd.api.openai.fields import Fields
 from ssmd.engine.engine import Engine
 from ssmd.engine.host.host import Host
 from ssmd.engine.host.models import Model
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 
 MAX_TOKENS = 250_000
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class DetokenizeBody(StrictModel):
 
 def routes(host: Host, *, strict: bool = False) -> list[Route]:
     """Return the endpoints, for `app.create_app`. strict: the setting."""
-    words = _Words(host, strict=strict)
+    words = _Endpoints(host, strict=strict)
     return [
         Route("/tokenize", words.tokenize, methods=["POST"]),
         Route("/detokenize", words.detokenize, methods=["POST"]),
@@ -50,7 +50,7 @@ def routes(host: Host, *, strict: bool = False) -> list[Route]:
     ]
 
 
-class _Words:
+class _Endpoints:
     def __init__(self, host: Host, *, strict: bool) -> None:
         self._host = host
         self._fields: dict[type[StrictModel], Fields] = {
@@ -74,7 +74,7 @@ class _Words:
             ).tolist()
             if len(ids) > MAX_TOKENS:
                 said = f"content comes to more than {MAX_TOKENS} tokens; send it in parts"
-                raise Rejected(said, code="invalid_value", param="content")
+                raise Rejection(said, code="invalid_value", param="content")
             if not body.with_pieces:
                 return {"tokens": ids}
             return {"tokens": [{"id": token, "piece": _piece(words.piece(token))} for token in ids]}
@@ -115,7 +115,7 @@ class _Words:
         work: Callable[[Engine], Mapping[str, Any]],
         ignored: tuple[str, ...],
     ) -> JSONResponse:
-        """Answer with the result of `work`, run in a thread once the model is loaded. Raises Rejected."""
+        """Answer with the result of `work`, run in a thread once the model is loaded. Raises Rejection."""
         future = self._host.lend(await asyncio.to_thread(self._find, name))
         try:
             lease = await asyncio.wrap_future(future)
@@ -129,7 +129,7 @@ class _Words:
         return JSONResponse(found, headers={IGNORED: ", ".join(ignored)} if ignored else {})
 
     def _find(self, name: str | None) -> Model:
-        """Return the model of that name; without a name the only one there is, or the one loaded. Raises Rejected."""
+        """Return the model of that name; without a name the only one there is, or the one loaded. Raises Rejection."""
         if name is not None:
             return self._host.shelf.find(name)
         names = sorted({model.name for model in self._host.shelf.models() if model.found.manifest is not None})
@@ -137,7 +137,7 @@ class _Words:
             return self._host.shelf.find(names[0])
         foremost = self._host.foremost()
         if foremost is None:
-            raise Rejected(
+            raise Rejection(
                 f"model is required: this daemon serves {', '.join(names) or 'none'}, and none of them is loaded",
                 code="missing_required_parameter",
                 param="model",

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from ssmd.api.http.body import shown
-from ssmd.engine.terms import Rejected
+from ssmd.api.http.body import brief
+from ssmd.engine.terms import Rejection
 from ssmd.text.calls.tool_choice import ToolChoice
-from ssmd.text.template import NOTHING_MORE, OWN, Given
+from ssmd.text.template import NOTHING_MORE, OWN, TemplateInput
 
 MAX_TOOLS = 128  # as in OpenAI's API: no model can tell more apart
 MAX_VARIABLES = 64
@@ -22,8 +22,8 @@ ALIASES = ("enable_thinking", "reasoning_effort")
 _PARAM = "tool_choice"
 
 
-def read_given(fields: Mapping[str, Any]) -> Given:
-    """Read the chat template's input from a request's fields. Raises Rejected whose param is a path."""
+def read_given(fields: Mapping[str, Any]) -> TemplateInput:
+    """Read the chat template's input from a request's fields. Raises Rejection whose param is a path."""
     tools = _tools(fields.get("tools"), "tools")
     functions = fields.get("functions")
     if functions and tools:
@@ -32,7 +32,7 @@ def read_given(fields: Mapping[str, Any]) -> Given:
         listed = functions if isinstance(functions, list) else _wrong("functions", "must be a list", functions)
         tools = _tools([{"function": function} for function in listed], "functions")
     variables = _variables(fields)
-    return Given(tools, variables) if tools or variables else NOTHING_MORE
+    return TemplateInput(tools, variables) if tools or variables else NOTHING_MORE
 
 
 def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
@@ -42,7 +42,7 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         _wrong(where, "must be a list of tools", value)
     if len(value) > MAX_TOOLS:
         what = f"{where} has {len(value)} tools, at most {MAX_TOOLS} are possible"
-        raise Rejected(what, code="invalid_value", param=where)
+        raise Rejection(what, code="invalid_value", param=where)
     tools = tuple(_tool(tool, f"{where}[{i}]") for i, tool in enumerate(value))
     named: dict[str, Any] = {}
     for i, tool in enumerate(tools):
@@ -57,15 +57,15 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
         _wrong(where, "must be an object with type and function", tool)
     kind = tool.get("type", "function")
     if kind != "function":
-        what = f"{where}.type: tools of type {shown(kind)} are not supported, functions are"
-        raise Rejected(what, code="unsupported_parameter", param=f"{where}.type")
+        what = f"{where}.type: tools of type {brief(kind)} are not supported, functions are"
+        raise Rejection(what, code="unsupported_parameter", param=f"{where}.type")
     function = tool.get("function")
     if not isinstance(function, dict):
         _wrong(f"{where}.function", "must be an object with name, description and parameters", function)
     name = function.get("name")
     if name is None:
         at = f"{where}.function.name"
-        raise Rejected(f"{at} is required", code="missing_required_parameter", param=at)
+        raise Rejection(f"{at} is required", code="missing_required_parameter", param=at)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         _wrong(f"{where}.function.name", "must be 1 to 64 letters, digits, _, . or -", name)
     known = {key: value for key, value in function.items() if value is not None}
@@ -88,11 +88,11 @@ def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
         _wrong(where, "must be an object", given)
     if len(given) > MAX_VARIABLES:
         what = f"{where} has {len(given)} names, at most {MAX_VARIABLES} are possible"
-        raise Rejected(what, code="invalid_value", param=where)
+        raise Rejection(what, code="invalid_value", param=where)
     for name in given:
         if name in OWN or not _VARIABLE.fullmatch(name):
-            param = f"{where}.{shown(name)[1:-1]}"
-            raise Rejected(f"{param} is not a valid name of a template variable", code="invalid_value", param=param)
+            param = f"{where}.{brief(name)[1:-1]}"
+            raise Rejection(f"{param} is not a valid name of a template variable", code="invalid_value", param=param)
     if not isinstance(thinks := fields.get("enable_thinking"), bool | None):
         _wrong("enable_thinking", "must be true or false", thinks)
     if not isinstance(effort := fields.get("reasoning_effort"), str | None):
@@ -108,13 +108,13 @@ def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _wrong(param: str, what: str, value: Any) -> NoReturn:
-    raise Rejected(f"{param} {what} (got {shown(value)})", code="invalid_value", param=param)
+    raise Rejection(f"{param} {what} (got {brief(value)})", code="invalid_value", param=param)
 
 
 def read_tool_choice(value: Any, parallel: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
-    """Read `tool_choice` and `parallel_tool_calls`. Raises Rejected."""
+    """Read `tool_choice` and `parallel_tool_calls`. Raises Rejection."""
     if parallel is not None and not isinstance(parallel, bool):
-        _wrong_choice(f"parallel_tool_calls must be true or false (got {shown(parallel)})", "parallel_tool_calls")
+        _wrong_choice(f"parallel_tool_calls must be true or false (got {brief(parallel)})", "parallel_tool_calls")
     several = parallel is not False
     if value is None or value == "auto" or value == "none":
         return ToolChoice("none" if value == "none" else "auto", None, several)
@@ -130,13 +130,13 @@ def _named(value: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or value.get("type", "function") != "function":
         about = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
-        _wrong_choice(f"{_PARAM} {about} (got {shown(value)})", _PARAM)
+        _wrong_choice(f"{_PARAM} {about} (got {brief(value)})", _PARAM)
     name = function.get("name")
     known = [tool["function"]["name"] for tool in tools]
     if name not in known:
-        _wrong_choice(f"{_PARAM} names {shown(name)}, which is not among the tools", f"{_PARAM}.function.name")
+        _wrong_choice(f"{_PARAM} names {brief(name)}, which is not among the tools", f"{_PARAM}.function.name")
     return str(name)
 
 
 def _wrong_choice(message: str, param: str) -> NoReturn:
-    raise Rejected(message, code="invalid_value", param=param)
+    raise Rejection(message, code="invalid_value", param=param)

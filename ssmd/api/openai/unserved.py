@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 
 CODE = "not_supported"
 _CHAT = "ask /v1/chat/completions with the whole conversation in messages; it keeps the session and its state by itself"
@@ -33,6 +33,6 @@ def routes() -> list[Route]:
 
 def _refusal(path: str, why: str) -> Callable[[Request], Awaitable[Response]]:
     async def refuse(request: Request) -> Response:
-        raise Rejected(f"{path} is not served here: {why}", status=404, code=CODE)
+        raise Rejection(f"{path} is not served here: {why}", status=404, code=CODE)
 
     return refuse

@@ -156,7 +156,7 @@ class _Stream:
                     break
                 await asyncio.sleep(PERIOD_S)
             await stream.close()
-        except sse.Stalled:
+        except sse.ClientStalled:
             log.info("a listener of the metrics has not read for %.0f s, given up", self._stall_s)
         finally:
             leaving.cancel()

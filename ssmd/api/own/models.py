@@ -18,7 +18,7 @@ from ssmd.model.artifact import MANIFEST
 ROOT = "/ssmd/v1/models"
 
 
-class Changes(StrictModel):
+class ModelChanges(StrictModel):
     """The settings of a model that a request can change."""
 
     pinned: bool
@@ -55,12 +55,12 @@ class _Models:
 
     async def change(self, request: Request) -> JSONResponse:
         model = await self._find(request)
-        changes = validate(Changes, parse_object(await read_body(request)))
+        changes = validate(ModelChanges, parse_object(await read_body(request)))
         self._host.pin(model, changes.pinned)
         return JSONResponse(self._host.row(model))
 
     async def load(self, request: Request) -> JSONResponse:
-        """Load a model, and answer when it is loaded. Raises Rejected with the reason if it is not."""
+        """Load a model, and answer when it is loaded. Raises Rejection with the reason if it is not."""
         model = await self._find(request)
         future = self._host.load(model)
         try:

@@ -16,15 +16,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api.http.body import StrictModel, parse_object, read_body, shown, validate
+from ssmd.api.http.body import StrictModel, brief, parse_object, read_body, validate
 from ssmd.daemon.pulls import MOST, Pulls, TooManyPulls
 from ssmd.engine.host.host import Host
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.installed import is_for
 from ssmd.machine.spelling import meant
 from ssmd.refit import catalog
 from ssmd.refit.graphfile import StrippedGraph
-from ssmd.runtime.devices import Found, find
+from ssmd.runtime.devices import RuntimeStatus, find
 from ssmd.runtime.protocol import runtime_names
 
 ROOT = "/ssmd/v1/pulls"
@@ -52,7 +52,7 @@ _ROOT = r"(?<![\w/:.])(?!/(?:dev|proc|sys)/)(?:/|~/|[A-Za-z]:[\\/])"
 _PATH = re.compile(rf"(?<='){_ROOT}[^']+(?=')|(?<=\"){_ROOT}[^\"]+(?=\")|{_ROOT}[^\s'\"`,;:()]+")
 
 
-class Wanted(StrictModel):
+class PullBody(StrictModel):
     model: Annotated[str, Field(min_length=1, max_length=200)]
     runtime: Annotated[str, Field(min_length=1, max_length=64)] | None = None
 
@@ -62,12 +62,12 @@ def routes(host: Host, pulls: Pulls, runtimes: Runtimes) -> list[Route]:
         return JSONResponse({"object": "list", "data": rows(pulls)})
 
     async def begin(request: Request) -> JSONResponse:
-        wanted = validate(Wanted, parse_object(await read_body(request)))
+        wanted = validate(PullBody, parse_object(await read_body(request)))
         await asyncio.to_thread(_check, wanted)
         try:
             row = pulls.begin(wanted.model, wanted.runtime)
         except TooManyPulls:
-            raise Rejected(
+            raise Rejection(
                 f"{MOST} models wait to be pulled already; try again later",
                 status=503,
                 code="pulls_full",
@@ -79,7 +79,7 @@ def routes(host: Host, pulls: Pulls, runtimes: Runtimes) -> list[Route]:
         id_ = request.path_params["id"]
         row = pulls.cancel(id_)
         if row is None:
-            raise Rejected(f"there is no pull {shown(id_)}", status=404, code="pull_not_found")
+            raise Rejection(f"there is no pull {brief(id_)}", status=404, code="pull_not_found")
         return JSONResponse(_told(row))
 
     async def known(request: Request) -> JSONResponse:
@@ -103,20 +103,20 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"error": None if row["error"] is None else without_paths(row["error"])}
 
 
-def _check(wanted: Wanted) -> None:
-    """Check that ssmd knows the model and can make it for the runtime. Raises Rejected."""
+def _check(wanted: PullBody) -> None:
+    """Check that ssmd knows the model and can make it for the runtime. Raises Rejection."""
     names = catalog.names()
     if wanted.model not in names:
         hint = meant(wanted.model, names)
-        raise Rejected(
-            f"model {shown(wanted.model)} cannot be pulled here; {hint}those that can: {', '.join(names)}",
+        raise Rejection(
+            f"model {brief(wanted.model)} cannot be pulled here; {hint}those that can: {', '.join(names)}",
             code="invalid_value",
             param="model",
         )
     possible = _runtimes_of(wanted.model)
     if wanted.runtime is not None and wanted.runtime not in possible:
-        raise Rejected(
-            f"runtime {shown(wanted.runtime)}: {wanted.model} can be pulled for {', '.join(possible)}",
+        raise Rejection(
+            f"runtime {brief(wanted.runtime)}: {wanted.model} can be pulled for {', '.join(possible)}",
             code="invalid_value",
             param="runtime",
         )
@@ -205,7 +205,7 @@ class Runtimes:
         return self._found
 
 
-def _fields(found: Found) -> dict[str, Any]:
+def _fields(found: RuntimeStatus) -> dict[str, Any]:
     devices = [
         {"name": d.name, "description": d.description, "usable": not d.why_not, "problem": without_paths(d.why_not)}
         for d in found.devices

@@ -19,16 +19,16 @@ from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from ssmd.api.generate.fair_reading import Reading, client_of
-from ssmd.api.http.body import READ_TIMEOUT_S, Id, StrictModel, parse_object, read_body, shown, validate
+from ssmd.api.generate.fair_reading import RequestReaders, client_of
+from ssmd.api.http.body import READ_TIMEOUT_S, Id, StrictModel, brief, parse_object, read_body, validate
 from ssmd.api.http.keys import caller_of
 from ssmd.engine.host.host import Host
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.machine.room import SPARE_BYTES, check_room
 from ssmd.machine.size import show_size
 from ssmd.sessions.files.packing import States
 from ssmd.sessions.files.sessionfile import SessionFileError
-from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.rows.sessions import words_of
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Session, StoreError, Turn, UnknownSession, UnknownTurn, check_id, title_problem
@@ -77,7 +77,7 @@ class _Page(StrictModel):
     search: Annotated[str, Field(max_length=MAX_SEARCH)] = ""
 
 
-class Changes(StrictModel):
+class SessionChanges(StrictModel):
     """The settings of a session that a request can change. title: null restores the default title."""
 
     pinned: bool = False
@@ -95,7 +95,7 @@ class _Sessions:
     def __init__(self, host: Host, store: Store | None) -> None:
         self._shelf = host.shelf
         self._kept = store
-        self._reading = Reading(host.runs_others, _THREADS)
+        self._reading = RequestReaders(host.runs_others, _THREADS)
         self._downloads = Downloads()
         # Left by a process that was killed: files that it received or was to send, or had not finished (`.tmp`).
         for left in () if store is None else store.file.parent.glob(f"*{_SCRATCH}*"):
@@ -111,7 +111,7 @@ class _Sessions:
 
     async def _search(self, request: Request, store: Store, page: _Page) -> JSONResponse:
         if len(words_of(page.search)) > MAX_WORDS:
-            raise Rejected(f"search: at most {MAX_WORDS} words are possible", code="invalid_value", param="search")
+            raise Rejection(f"search: at most {MAX_WORDS} words are possible", code="invalid_value", param="search")
         found = await self._ask(request, lambda: store.search(page.search, page.limit, page.after, within_s=SEARCH_S))
         data = [_entry(session) for session in found.sessions]
         more = found.after is not None
@@ -127,9 +127,9 @@ class _Sessions:
     async def change(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)
         raw = await read_body(request)
-        changes = await self._ask(request, lambda: validate(Changes, parse_object(raw)), len(raw))
+        changes = await self._ask(request, lambda: validate(SessionChanges, parse_object(raw)), len(raw))
         if not changes.model_fields_set:
-            raise Rejected("pinned or title is required", code="missing_required_parameter", param="pinned")
+            raise Rejection("pinned or title is required", code="missing_required_parameter", param="pinned")
 
         def change() -> Session:
             session = store.session(wanted)
@@ -166,7 +166,7 @@ class _Sessions:
                 await self._ask(request, lambda: export_session(store, wanted, file, states=states, spare=SPARE_BYTES))
             except SessionFileError as err:  # no room on the disk, or more than one file can hold
                 said = str(err).replace(str(file), "the file")
-                raise Rejected(said, status=507, code="storage_error") from err
+                raise Rejection(said, status=507, code="storage_error") from err
             return PassingFile(file, held.pop_all(), f"{wanted}.ssmd")
 
     async def import_(self, request: Request) -> JSONResponse:
@@ -182,36 +182,36 @@ class _Sessions:
                 )
             except SessionFileError as err:
                 said = str(err).replace(str(file), "the file")
-                raise Rejected(said, code="invalid_session_file") from None
+                raise Rejection(said, code="invalid_session_file") from None
         session = await self._ask(request, lambda: store.session(done.session))
         told = {"renamed": done.renamed, "states": done.checkpoints, "text_only": done.text_only or None}
         return JSONResponse({**_entry(session), **told}, 201)
 
-    def _local(self) -> dict[str, Local]:
+    def _local(self) -> dict[str, LocalModel]:
         """Return the installed models that states may be for, by lineage."""
         manifests = [(model.name, model.found.manifest) for model in self._shelf.models()]
-        return {m.lineage: Local(name, m.spec, m.vocabulary) for name, m in manifests if m is not None}
+        return {m.lineage: LocalModel(name, m.spec, m.vocabulary) for name, m in manifests if m is not None}
 
     async def _ask(self, request: Request, work: Callable[[], Result], nbytes: int = 0) -> Result:
         """Run work that blocks on the store, or reads a long body, in a thread, when it is the client's turn.
 
-        Its errors become Rejected, but those of a file's contents.
+        Its errors become Rejection, but those of a file's contents.
         """
         try:
             return await self._reading.run(work, client_of(request), nbytes)
         except SessionFileError:
             raise
         except UnknownTurn as err:
-            raise Rejected(str(err), status=404, code="turn_not_found", param="turn") from None
+            raise Rejection(str(err), status=404, code="turn_not_found", param="turn") from None
         except UnknownSession as err:
-            raise Rejected(str(err), status=404, code="session_not_found", param="session") from None
+            raise Rejection(str(err), status=404, code="session_not_found", param="session") from None
         except StoreError as err:
-            raise Rejected(str(err), status=503, code="store_error", retry_after_s=1) from err
+            raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
 
     def _store(self, request: Request) -> Store:
-        """Return the store as the caller's domain sees it. Raises Rejected if the daemon has none."""
+        """Return the store as the caller's domain sees it. Raises Rejection if the daemon has none."""
         if self._kept is None:
-            raise Rejected("this daemon keeps no sessions: it runs with --no-store", status=404, code="no_store")
+            raise Rejection("this daemon keeps no sessions: it runs with --no-store", status=404, code="no_store")
         return self._kept.of(caller_of(request.scope).domain)
 
 
@@ -219,16 +219,16 @@ def _session_id(request: Request) -> str:
     try:
         return check_id("session", request.path_params["session"])
     except StoreError as err:
-        raise Rejected(str(err), code="invalid_value", param="session") from None
+        raise Rejection(str(err), code="invalid_value", param="session") from None
 
 
 def _choice(request: Request, name: str, choices: Mapping[str, Result], default: str) -> Result:
-    """Return the choice that the query parameter `name` selects. Raises Rejected; any other parameter is refused."""
+    """Return the choice that the query parameter `name` selects. Raises Rejection; any other parameter is refused."""
     if strangers := set(request.query_params) - {name}:
-        raise Rejected(f"{shown(min(strangers))} is not a parameter here; {name} is", code="unknown_parameter")
+        raise Rejection(f"{brief(min(strangers))} is not a parameter here; {name} is", code="unknown_parameter")
     given = request.query_params.getlist(name) or [default]
     if len(given) > 1 or given[0] not in choices:
-        raise Rejected(f"{name} must be one of {', '.join(choices)}", code="invalid_value", param=name)
+        raise Rejection(f"{name} must be one of {', '.join(choices)}", code="invalid_value", param=name)
     return choices[given[0]]
 
 
@@ -278,7 +278,7 @@ async def write_body(
 ) -> None:
     """Write the body into a new private file. It is stored after that, so its size must be free twice.
 
-    Raises Rejected: 507 if there is no room for it, 408 if `LEAST_BYTES` take longer than `within_s`.
+    Raises Rejection: 507 if there is no room for it, 408 if `LEAST_BYTES` take longer than `within_s`.
     """
     parts, left_s, seen = aiter(request.stream()), within_s, 0
     try:
@@ -299,7 +299,7 @@ async def write_body(
                 await asyncio.to_thread(_write, out, part, file.parent, spare)
     except OSError as err:
         reason = err.strerror or str(err)
-        raise Rejected(f"the file cannot be kept here: {reason}", status=507, code="storage_error") from err
+        raise Rejection(f"the file cannot be kept here: {reason}", status=507, code="storage_error") from err
 
 
 def _write(out: BinaryIO, part: bytes, folder: Path, spare: int) -> None:
@@ -307,8 +307,8 @@ def _write(out: BinaryIO, part: bytes, folder: Path, spare: int) -> None:
     out.write(part)
 
 
-def _late(within_s: float) -> Rejected:
-    return Rejected(
+def _late(within_s: float) -> Rejection:
+    return Rejection(
         f"less than {show_size(LEAST_BYTES)} of the body arrived within {within_s:g} s", status=408, code="body_timeout"
     )
 
@@ -321,9 +321,9 @@ class Downloads:
 
     @contextlib.contextmanager
     def one(self, client: str) -> Iterator[None]:
-        """Count a file of a client until it is removed. Raises Rejected (503) if there are too many."""
+        """Count a file of a client until it is removed. Raises Rejection (503) if there are too many."""
         if self._of[client] >= MOST_OF_ONE or self._of.total() >= MOST:
-            raise Rejected(
+            raise Rejection(
                 f"{self._of[client]} files are on their way to this client, {self._of.total()} to all, of at most "
                 f"{MOST_OF_ONE} and {MOST}; try again when one has arrived",
                 status=503,

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from ssmd import __version__
 from ssmd.api.http.keys import caller_of
 from ssmd.engine.host.host import Host
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 
 # For any client, also without a key, so without a path.
 _ADVICE = {
@@ -84,7 +84,7 @@ def stop_routes(stop: Callable[[], None]) -> list[Route]:
 
     async def answer(request: Request) -> JSONResponse:
         if not caller_of(request.scope).own:
-            raise Rejected(
+            raise Rejection(
                 "only the user who started the daemon may stop it; run `ssmd stop` as that user",
                 status=403,
                 code="own_token_needed",

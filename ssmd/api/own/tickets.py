@@ -11,12 +11,12 @@ from starlette.routing import Route
 
 from ssmd.api.http.body import StrictModel, parse_object, read_body, validate
 from ssmd.api.http.keys import REDEEM, TICKET_S, TICKETS, Keys, caller_of
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 
 _SECRET = {"cache-control": "no-store"}
 
 
-class Redeemed(StrictModel):
+class RedeemBody(StrictModel):
     ticket: Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -28,10 +28,10 @@ def routes(keys: Keys) -> list[Route]:
         return JSONResponse({"ticket": ticket, "expires_in": int(TICKET_S)}, headers=_SECRET)
 
     async def redeem(request: Request) -> JSONResponse:
-        asked = validate(Redeemed, parse_object(await read_body(request)))
+        asked = validate(RedeemBody, parse_object(await read_body(request)))
         made = keys.redeem(asked.ticket)
         if made is None:
-            raise Rejected(
+            raise Rejection(
                 f"unknown, used or expired ticket; tickets last {TICKET_S:.0f} s; make another",
                 status=403,
                 code="invalid_ticket",

@@ -23,7 +23,7 @@ from ssmd.config import Settings
 from ssmd.daemon.discovery import Address
 from ssmd.engine.host.opening import close_host, open_host
 from ssmd.machine.privatesocket import listen_privately
-from ssmd.machine.progress import shown
+from ssmd.machine.progress import show_progress
 from ssmd.server import FLUSH_S, LINGER_S, SWITCH_S
 
 
@@ -37,7 +37,7 @@ def serving_here(settings: Settings, model: str | None, *, keep: bool) -> Iterat
     token = secrets.token_urlsafe(32)
     own = settings.model_copy(update={"api_key": SecretStr(token), "api_keys_file": None})
     with contextlib.ExitStack() as held:
-        with shown(f"loading {model or 'the model'}"):
+        with show_progress(f"loading {model or 'the model'}"):
             host = open_host(settings, model, keep=keep)
         held.callback(close_host, host)
         host.ready()

@@ -16,7 +16,7 @@ from ssmd.machine import privatefile
 MAX_BYTES = 1 << 20
 
 
-class Kept(History):
+class ChatHistory(History):
     """The messages of this chat and of earlier ones. problem: why no more is written to the file, or "".
 
     Entries have the form of prompt_toolkit's FileHistory: `# time`, then each line after a plus.

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from ssmd.cli.chat import terminal
-from ssmd.cli.chat.talk import Room, Said, Show, Talk
+from ssmd.cli.chat.talk import ChatReply, ContextRoom, Show, Talk
 from ssmd.cli.session import plain, whole_id
 from ssmd.cli.session_tree import Node, drawn, said_by, words
 from ssmd.daemon.discovery import DaemonError
@@ -36,7 +36,7 @@ class Chat:
     """
 
     talk: Talk
-    typed: terminal.Typed
+    typed: terminal.MessageSource
     stats: bool = False
     as_json: bool = False
     listed: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Chat:
             except EOFError:
                 typer.echo("")
                 break
-            except Over:
+            except EndOfChat:
                 break
             except KeyboardInterrupt:
                 editing, self._editing = self._editing, False
@@ -91,7 +91,7 @@ class Chat:
         """Put a text into the next prompt; the message sent from there replaces the last one."""
         self._default, self._editing = _typed(text), True
 
-    def ask(self, how: Callable[[Show], Said], message: str = "") -> None:
+    def ask(self, how: Callable[[Show], ChatReply], message: str = "") -> None:
         """Write an answer as it comes. message: the user's line, put back at the next prompt if no answer comes."""
         shown, before = False, self.talk.room
 
@@ -166,12 +166,12 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def as_json(said: Said) -> str:
+def as_json(said: ChatReply) -> str:
     """Format an answer as one object in one line."""
     return json_text({"text": said.text, "session": said.session, "usage": said.usage})
 
 
-def notes(talk: Talk, said: Said, before: Room | None = None, more: str = "") -> Iterator[str]:
+def notes(talk: Talk, said: ChatReply, before: ContextRoom | None = None, more: str = "") -> Iterator[str]:
     """Yield notes on the context after an answer.
 
     before: the room after the previous answer. more: the command that continues an answer.
@@ -193,7 +193,7 @@ def notes(talk: Talk, said: Said, before: Room | None = None, more: str = "") ->
         yield f"(cut: {why})" if why else f"(cut at its limit; {more} continues it)"
 
 
-def stats_line(said: Said) -> str:
+def stats_line(said: ChatReply) -> str:
     """Format an answer's token counts, times and storage in one line."""
     stored = "stored" if said.stored else "not stored"
     if said.usage is None:
@@ -209,7 +209,7 @@ def stats_line(said: Said) -> str:
     )
 
 
-class Over(Exception):
+class EndOfChat(Exception):
     """The end of the chat."""
 
 
@@ -358,7 +358,7 @@ def _model(chat: Chat, argument: str) -> None:
 
 
 def _quit(chat: Chat, argument: str) -> None:
-    raise Over
+    raise EndOfChat
 
 
 def _kept(chat: Chat, *, begun: bool = False) -> str:

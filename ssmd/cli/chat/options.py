@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ssmd.machine.duration import parse_duration
-from ssmd.machine.spelling import did_you_mean, shown
+from ssmd.machine.spelling import did_you_mean, printable
 from ssmd.model.defaults import OPTIONS, Option, full_name
 
 NAMES = (*OPTIONS, "seed", "stop", "keep_alive")
@@ -58,7 +58,7 @@ class ChatOptions:
         name = full_name(name)
         if name not in NAMES:
             meant = did_you_mean(name, NAMES)
-            raise ValueError(f"there is no {shown(name)!r} to set{meant}; there are: {', '.join(NAMES)}")
+            raise ValueError(f"there is no {printable(name)!r} to set{meant}; there are: {', '.join(NAMES)}")
         unset = text == "default"
         if name in OPTIONS:
             rest = {own: value for own, value in self.sampling.items() if own != name}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PeerOptions:
     """The options that choose a daemon or a model."""
 
     model: str | None  # a name or a path; None: the only model
@@ -42,7 +42,9 @@ class Wanted:
 
 
 @contextlib.contextmanager
-def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bool) -> Iterator[tuple[Daemon, str]]:
+def reached(
+    wanted: PeerOptions, settings: Settings, session: str | None, *, last: bool
+) -> Iterator[tuple[Daemon, str]]:
     """Yield the daemon to use, and the model's name there. Prints to stderr which daemon it is.
 
     session: if no model is named, use this session's. last: use that of the session used last. Raises DaemonError, and
@@ -77,7 +79,7 @@ def reached(wanted: Wanted, settings: Settings, session: str | None, *, last: bo
         yield daemon, _only(daemon, session, last)
 
 
-def _why_not(daemon: Daemon, wanted: Wanted) -> str:
+def _why_not(daemon: Daemon, wanted: PeerOptions) -> str:
     """Return the reason why a daemon cannot serve these options, or "". Raises DaemonError."""
     for name, value in (("device", wanted.device), ("threads", wanted.threads), ("models-dir", wanted.models_dir)):
         if value is not None:
@@ -91,7 +93,7 @@ def _why_not(daemon: Daemon, wanted: Wanted) -> str:
     return ""
 
 
-def _not_served(wanted: Wanted) -> str:
+def _not_served(wanted: PeerOptions) -> str:
     return f"it does not serve {wanted.named!r}"
 
 

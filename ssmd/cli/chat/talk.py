@@ -29,7 +29,7 @@ Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Said:
+class ChatReply:
     """An answer."""
 
     text: str
@@ -41,7 +41,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Room:
+class ContextRoom:
     """The context after an answer, in tokens. unread: number of the oldest messages that were left out."""
 
     context: int
@@ -49,14 +49,14 @@ class Room:
     unread: int
 
     @staticmethod
-    def of(usage: Mapping[str, Any]) -> Room | None:
+    def of(usage: Mapping[str, Any]) -> ContextRoom | None:
         """Read the context from a usage; None if it is unbounded or not reported."""
         own = said.of(usage, "ssmd")
         left, used = said.number(own.get("context_left")), (usage.get("prompt_tokens"), usage.get("completion_tokens"))
         if left is None:
             return None
         whole = left + sum(said.number(one) or 0 for one in used)
-        return Room(int(whole), int(left), int(said.number(own.get("cut_messages")) or 0))
+        return ContextRoom(int(whole), int(left), int(said.number(own.get("cut_messages")) or 0))
 
 
 class Daemon:
@@ -142,7 +142,7 @@ class Talk:
     messages: list[Message] = field(default_factory=list)  # all messages so far
     session: str | None = None  # None until a part of it is stored
     thinking: Callable[[bool], None] = lambda on: None  # called with True when the model begins to think, False after
-    room: Room | None = None  # after the last answer, if known
+    room: ContextRoom | None = None  # after the last answer, if known
     finish: str = ""  # of the last answer; "" if it was stopped
     _stream: Events | None = None
     _stopped: bool = False
@@ -157,16 +157,16 @@ class Talk:
         """Let the next answer come, even after an earlier `stop`."""
         self._stopped = False
 
-    def say(self, text: str, show: Show) -> Said:
+    def say(self, text: str, show: Show) -> ChatReply:
         """Send a message, and show the answer as it comes. Raises DaemonError; then no message is added."""
         return self._ask([*self.messages, {"role": "user", "content": text}], show)
 
-    def again(self, show: Show) -> Said:
+    def again(self, show: Show) -> ChatReply:
         """Ask for another answer to the last question, beside the first one. Raises as `say`."""
         end = len(self.messages) - (self.messages[-1]["role"] == "assistant")
         return self._ask(self.messages[:end], show, beside=self._turns())
 
-    def more(self, show: Show) -> Said:
+    def more(self, show: Show) -> ChatReply:
         """Continue the last answer, as a sibling of it. Raises as `say`, and DaemonError if it cannot go on."""
         why = self.ended()
         if why:
@@ -194,7 +194,7 @@ class Talk:
         unread = 0 if self.room is None else self.room.unread
         return unread and unread + (self.system is not None)
 
-    def edited(self, text: str, show: Show) -> Said:
+    def edited(self, text: str, show: Show) -> ChatReply:
         """Send another message in place of the last question: a branch. Raises as `say`."""
         return self._ask([*self.messages[: self._last_question()], {"role": "user", "content": text}], show)
 
@@ -239,7 +239,7 @@ class Talk:
         found = self.daemon.session(self.session)["turns"] if self.session else []
         return {turn["id"] for turn in found}
 
-    def _ask(self, messages: list[Message], show: Show, beside: Collection[str] = ()) -> Said:
+    def _ask(self, messages: list[Message], show: Show, beside: Collection[str] = ()) -> ChatReply:
         """Ask for an answer; continue the last message if it is an answer itself.
 
         beside: turns that were there before, one of which may have the same text.
@@ -250,7 +250,7 @@ class Talk:
         body |= {} if self.keep else {"store": False}
         begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
         messages = messages[:-1] if begun else messages
-        parts = Written(show, self.thinking, begun)
+        parts = AnswerCollector(show, self.thinking, begun)
         usage: Mapping[str, Any] | None = None
         finish = ""
         session = self.session
@@ -274,8 +274,8 @@ class Talk:
         text, stored = parts.text, bool(said.of(usage, "ssmd").get("stored"))
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.session = session if stored else self.session
-        self.room, self.finish = Room.of(usage), finish
-        return Said(text, self.session, usage, True, stored, finish)
+        self.room, self.finish = ContextRoom.of(usage), finish
+        return ChatReply(text, self.session, usage, True, stored, finish)
 
     def _cut(
         self,
@@ -285,10 +285,10 @@ class Talk:
         session: str | None,
         show: Show,
         beside: Collection[str],
-    ) -> Said:
+    ) -> ChatReply:
         """Finish a stopped answer. The daemon may have stored more text than arrived; that is shown."""
         if text == begun:  # no new text, nothing to continue
-            return Said("", self.session, None, False, False)
+            return ChatReply("", self.session, None, False, False)
         stored = self._kept(messages, text, session, beside) if session is not None and self.keep else None
         if stored is not None:
             if stored.startswith(text) and (THINK not in text or THINK_END in text):
@@ -296,7 +296,7 @@ class Talk:
             self.session = session
         self.messages = [*messages, {"role": "assistant", "content": text if stored is None else stored}]
         self.finish = ""
-        return Said(self.messages[-1]["content"], self.session, None, False, stored is not None)
+        return ChatReply(self.messages[-1]["content"], self.session, None, False, stored is not None)
 
     def _kept(self, messages: list[Message], text: str, session: str, beside: Collection[str]) -> str | None:
         """Wait until the daemon has stored a stopped answer that begins so. Return its text; None if it does not."""
@@ -332,7 +332,9 @@ def _bare(text: str) -> str:
     return "".join(text.replace(THINK, "").replace(THINK_END, "").split())
 
 
-def _read(event: Mapping[str, Any], parts: Written, usage: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _read(
+    event: Mapping[str, Any], parts: AnswerCollector, usage: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
     """Add an event to the answer. Returns the usage known then. Raises DaemonError for an error event."""
     if (error := event.get("error")) is not None:
         message = error.get("message") if isinstance(error, dict) else error
@@ -344,7 +346,7 @@ def _read(event: Mapping[str, Any], parts: Written, usage: Mapping[str, Any] | N
     return said.of(event, "usage") or usage
 
 
-class Written:
+class AnswerCollector:
     """Collects one answer. show: takes its text. thinking: called with True when reasoning begins, False when it ends.
 
     begun: the text that it begins with, which is not shown again.

@@ -186,7 +186,7 @@ def show_thinking(on: bool) -> None:
         sys.stdout.flush()
 
 
-class Typed(Protocol):
+class MessageSource(Protocol):
     """A source of the user's messages."""
 
     def read(self, default: str = "") -> str:
@@ -230,14 +230,14 @@ class Prompt:
         from prompt_toolkit.output import create_output
         from prompt_toolkit.output.vt100 import Vt100_Output
 
-        from ssmd.cli.chat.history import Kept
+        from ssmd.cli.chat.history import ChatHistory
 
         output = create_output()
         if isinstance(output, Vt100_Output):
             output.enable_cpr = False  # a terminal that does not report its cursor's place would delay the answer
         self._silence = silence
         self._default = ""
-        self._history = Kept(history)
+        self._history = ChatHistory(history)
         self._session: PromptSession[str] = PromptSession(
             history=self._history,
             completer=WordCompleter(list(words), sentence=True),

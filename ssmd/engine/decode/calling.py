@@ -11,7 +11,7 @@ from typing import Any
 from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Request
 from ssmd.engine.sampling.grammar import check_size
-from ssmd.engine.terms import Grammar, Rejected
+from ssmd.engine.terms import Grammar, Rejection
 from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.forced import forced
 from ssmd.text.calls.formats import format_of
@@ -22,7 +22,7 @@ _AT_THE_END = 64  # characters at a prompt's end in which its marker of reasonin
 _FREE = "free"  # name of the grammar of an answer without calls
 
 
-class Calling:
+class ToolCalling:
     """Reads the answers of a model whose chat template has this source. Thread-safe."""
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
@@ -51,7 +51,7 @@ class Calling:
         return AnswerReader(calls, names, thinking=thinking, begun=begun, controls=self.controls)
 
     def forced(self, request: Request, prompt: Prompt) -> Request:
-        """Return the request with the grammar that its tools need. Raises Rejected if it does not support an argument.
+        """Return the request with the grammar that its tools need. Raises Rejection if it does not support an argument.
 
         If a call is required, its grammar replaces the request's own.
         If a call is optional, the answer follows the request's own grammar or calls a tool.
@@ -75,7 +75,7 @@ class Calling:
 
 
 def _bound(request: Request) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ...]]:
-    """Return the tools that may be called, and the grammars of their arguments. Raises Rejected.
+    """Return the tools that may be called, and the grammars of their arguments. Raises Rejection.
 
     If no call is required, a tool that is not `strict` takes any arguments.
     """
@@ -91,7 +91,7 @@ def _bound(request: Request) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ..
         kinds = schema.get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             said = f"{param}.type is not object, which the arguments of a call are"
-            raise Rejected(said, code="unsupported_schema", param=f"{param}.type")
+            raise Rejection(said, code="unsupported_schema", param=f"{param}.type")
         check_size(schema, param)
         tools.append(tool)
         text = json.dumps({"grammars": [{"json_schema": {**schema, "type": "object"}}]}, ensure_ascii=False)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal
 
-from ssmd.engine.decode.calling import Calling
+from ssmd.engine.decode.calling import ToolCalling
 from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import CallDelta, Delta, FinishReason, Request, TokenLogprob
 from ssmd.engine.sampling.grammar import Guide
 from ssmd.engine.sampling.sampler import Sample, Sampler
 from ssmd.runtime.protocol import Handle, Logits
-from ssmd.text.calls.parts import Arguments, Begun, Part, Said, Thought
+from ssmd.text.calls.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 from ssmd.text.detokenizer import Detokenizer
 from ssmd.text.messages import ToolCall
 from ssmd.text.stops import StopStrings
@@ -35,7 +35,7 @@ class Choice:
         tokenizer: Tokenizer,
         stops: frozenset[int],
         prompt: Prompt,
-        calling: Calling,
+        calling: ToolCalling,
         guide: Guide | None = None,
     ) -> None:
         """Begin a choice.
@@ -272,16 +272,16 @@ class Choice:
         return deltas
 
     def _delta(self, part: Part) -> Delta | None:
-        if isinstance(part, Said):
+        if isinstance(part, TextPart):
             return Delta(self.index, part.text, self._logprobs())
         self._held.clear()
-        if isinstance(part, Thought):
+        if isinstance(part, ReasoningPart):
             return Delta(self.index, part.text, reasoning=True)
-        if isinstance(part, Begun):
+        if isinstance(part, CallStart):
             call = CallDelta(len(self._calls), self._calling.format.new_id(), part.name)
             self._calls.append((call.id, call.name, []))
             return Delta(self.index, "", call=call)
-        if isinstance(part, Arguments):
+        if isinstance(part, CallArguments):
             self._calls[-1][2].append(part.text)
             return Delta(self.index, "", call=CallDelta(len(self._calls) - 1, arguments=part.text))
         return None

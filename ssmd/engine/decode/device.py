@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 
-class Turns:
+class DeviceLock:
     """Gives out turns on the device, first come, first served: `with turns:` goes around each computation.
 
     A program that asks again at once comes after those that wait.

@@ -19,17 +19,17 @@ FAIR = 1.25  # bound of a step with more than a token for each client, in steps 
 Open = tuple[Generation, Choice]
 
 
-class Shares:
+class FairShare:
     """The device's shares by client. For the worker only.
 
     max_running: choices that decode at once.
-    spare_lanes: lanes beside these, one for each client that has none.
+    spare_choices: lanes beside these, one for each client that has none.
     step_cost: cost of a decode step, by the number of choices in it; with one choice it is 1.
     """
 
-    def __init__(self, max_running: int, spare_lanes: int = 1, step_cost: Callable[[int], float] = float) -> None:
+    def __init__(self, max_running: int, spare_choices: int = 1, step_cost: Callable[[int], float] = float) -> None:
         self._max_running = max_running
-        self._spare_lanes = spare_lanes
+        self._spare_choices = spare_choices
         self._step_cost = step_cost
         self._turns: dict[str, int] = {}
         self._credit: dict[str, tuple[float, float, float]] = {}  # by client: s left, at which time, s of last piece
@@ -42,7 +42,7 @@ class Shares:
         """
         if in_use < self._max_running:
             return frozenset()
-        if in_use < self._max_running + self._spare_lanes:
+        if in_use < self._max_running + self._spare_choices:
             return frozenset(g.asked.request.client for g in running)
         return None
 

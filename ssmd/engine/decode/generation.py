@@ -11,9 +11,9 @@ from typing import Any
 from ssmd.engine.decode.choice import Choice
 from ssmd.engine.metrics import CANCELLED, STOPPED, ModelMetrics
 from ssmd.engine.prompt.planner import Prompt
-from ssmd.engine.request import Delta, Done, Event, FinishReason, Request, Resume, Usage, label
+from ssmd.engine.request import Delta, Event, Finish, FinishReason, Request, Resume, Usage, label
 from ssmd.engine.sampling.grammar import Guide
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.checkpoint import NewCheckpoint
 
@@ -21,12 +21,12 @@ Then = Callable[[bool, bool], None]  # called with: the text of all choices is s
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class GenerationInput:
     """A request and its prompt, and where the answer goes."""
 
     request: Request
     prompt: Prompt
-    deliver: Callable[[Event], None]  # takes deltas, then one Done or Failed; from the engine's threads
+    deliver: Callable[[Event], None]  # takes deltas, then one Finish or Failure; from the engine's threads
     started: float  # perf_counter when the request came
     recallable: bool = False  # the caller takes it back on demand while it waits
     guide: Guide | None = None  # of each choice
@@ -63,11 +63,11 @@ class Progress:
     resume: Resume = "none"
     restore_ms: float = 0.0
     prefill_ms: float = 0.0
-    error: Rejected | None = None
+    error: Rejection | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Restored:
+class RestoredState:
     """A stored state in a handle, and its position; no handle for a new state.
 
     prompt: the prompt to feed, if it differs from the planned one.
@@ -79,7 +79,7 @@ class Restored:
     prompt: Prompt
 
 
-class Kept:
+class GenerationStore:
     """The states and turns that are stored of a request: persistence's part, which the engine only calls.
 
     For the worker only, but for `rerender`. This class stores nothing and starts from nothing.
@@ -92,7 +92,7 @@ class Kept:
         """Return True if `restored` returns at once."""
         return True
 
-    def restored(self) -> Restored | None:
+    def restored(self) -> RestoredState | None:
         """Return the state to start from, for the caller to release; None: a new one.
 
         Raises what restoring it raised.
@@ -118,7 +118,7 @@ class Kept:
     def end(self, choice: Choice) -> None:
         """Keep the state at the end of a choice, which still has its handle, if its text equals its tokens."""
 
-    def commit(self, choices: Sequence[Choice], done: Done, then: Then) -> None:
+    def commit(self, choices: Sequence[Choice], done: Finish, then: Then) -> None:
         """Write the answer, then call `then` once, from any thread. done: the last event that its client will get."""
         then(False, False)
 
@@ -129,7 +129,7 @@ class Kept:
 class Generation:
     """A submitted request. Its caller may cancel it; the rest is for the engine and its persistence."""
 
-    def __init__(self, asked: Asked, kept: Kept, leave: Callable[[Generation], None]) -> None:
+    def __init__(self, asked: GenerationInput, kept: GenerationStore, leave: Callable[[Generation], None]) -> None:
         """Begin a request that waits. leave: called when it is cancelled; it may still wait."""
         self.asked = asked
         self.kept = kept

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ssmd.engine.decode.generation import Generation
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 
 RETRY_AFTER_S = 5  # s, if the queue's speed is not known
 _MOST_RETRY_AFTER_S = 60
@@ -42,7 +42,7 @@ class Queue:
         return self._count
 
     def check(self, client: str) -> None:
-        """Raise Rejected if a request of this client would not be accepted now."""
+        """Raise Rejection if a request of this client would not be accepted now."""
         with self._changed:
             if self.draining:
                 raise unavailable("the server is shutting down", "shutting_down")
@@ -50,7 +50,7 @@ class Queue:
                 raise self._full()
 
     def put(self, generation: Generation) -> None:
-        """Add a request. It may push out the newest one of another client. Raises Rejected."""
+        """Add a request. It may push out the newest one of another client. Raises Rejection."""
         client = generation.asked.request.client
         with self._changed:
             self.check(client)
@@ -170,7 +170,7 @@ class Queue:
         most = max(self._waiting, key=lambda other: len(self._waiting[other]))
         return most if len(self._waiting[most]) > len(self._waiting.get(client, ())) + 1 else None
 
-    def _full(self) -> Rejected:
+    def _full(self) -> Rejection:
         return unavailable(
             f"{self._limit} requests are waiting already; try again later", "queue_full", self._retry_after_s()
         )
@@ -184,5 +184,5 @@ class Queue:
         return min(_MOST_RETRY_AFTER_S, max(1, math.ceil(each_s * self._limit / _PART_FREE)))
 
 
-def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> Rejected:
-    return Rejected(message, status=503, code=code, retry_after_s=retry_after_s)
+def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> Rejection:
+    return Rejection(message, status=503, code=code, retry_after_s=retry_after_s)

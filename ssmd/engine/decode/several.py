@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ssmd.engine.decode.generation import Asked, Generation
-from ssmd.engine.request import Delta, Done, Event, Failed, FinishReason, Request, Resume
+from ssmd.engine.decode.generation import Generation, GenerationInput
+from ssmd.engine.request import Delta, Event, Failure, Finish, FinishReason, Request, Resume
 
 Submit = Callable[[Request, Callable[[Event], None]], Generation]
 _RESUMES: tuple[Resume, ...] = ("none", "portable", "exact")
 
 
-class Several:
+class MultiPrompt:
     """The generations of one request with several raw prompts. They run together as far as there are lanes."""
 
     recalled = False  # none of them is given back: the others may have begun
@@ -21,15 +21,15 @@ class Several:
     def __init__(self, request: Request, deliver: Callable[[Event], None]) -> None:
         self._n, self._deliver = request.n, deliver
         self._left = 1 + len(request.more)
-        self._ends: list[Done | None] = [None] * self._left
+        self._ends: list[Finish | None] = [None] * self._left
         self._lock = threading.Lock()
         self._over = False
         self.generations: list[Generation] = []
 
     @staticmethod
-    def begin(request: Request, deliver: Callable[[Event], None], submit: Submit) -> Several:
+    def begin(request: Request, deliver: Callable[[Event], None], submit: Submit) -> MultiPrompt:
         """Submit a generation for each prompt. Raises the errors of `submit`; then all are cancelled."""
-        several = Several(request, deliver)
+        several = MultiPrompt(request, deliver)
         try:
             for i, raw in enumerate((request.raw, *request.more)):
                 one = replace(request, raw=raw, more=(), key=None, id=request.id if not i else f"{request.id}_{i}")
@@ -41,7 +41,7 @@ class Several:
         return several
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> GenerationInput:
         """Return the input of the first generation."""
         return self.generations[0].asked
 
@@ -73,11 +73,11 @@ class Several:
             with self._lock:
                 if self._over:
                     return
-                if isinstance(event, Done):
+                if isinstance(event, Finish):
                     self._ends[number] = event
                     self._left -= 1
-                self._over = not isinstance(event, Done) or not self._left
-            if isinstance(event, Failed):
+                self._over = not isinstance(event, Finish) or not self._left
+            if isinstance(event, Failure):
                 self.cancel()
                 self._deliver(event)
             elif self._over:
@@ -86,7 +86,7 @@ class Several:
         return take
 
 
-def _together(ends: Sequence[Done]) -> Done:
+def _together(ends: Sequence[Finish]) -> Finish:
     """Merge the ends of all generations into one.
 
     Tokens are added up. `resume` is the worst of all; times are those of the generation with the longest TTFT.
@@ -108,4 +108,4 @@ def _together(ends: Sequence[Done]) -> Done:
         context_left=min(rooms) if rooms else None,
         stopped=any(usage.stopped for usage in usages),
     )
-    return Done(reasons, usage)
+    return Finish(reasons, usage)

@@ -8,11 +8,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from ssmd.engine.decode.queue import unavailable
-from ssmd.engine.host.loader import RETRY_AFTER_S, Asker, Hosted, Lease, Loader, Open, Waiting, refused
-from ssmd.engine.host.models import Model, Shelf
-from ssmd.engine.metrics import Live, Metrics
+from ssmd.engine.host.loader import (
+    RETRY_AFTER_S,
+    HostedModel,
+    LeaseFuture,
+    LeaseRequest,
+    Loader,
+    ModelLease,
+    Open,
+    refused,
+)
+from ssmd.engine.host.models import Model, ModelIndex
+from ssmd.engine.metrics import LiveStatus, Metrics
 from ssmd.engine.persist.writer import Writer
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.machine import memory
 
 DRAINING = "draining"  # the state of a daemon that comes to its end
@@ -25,7 +34,7 @@ class Host:
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: ModelIndex,
         open_: Open,
         metrics: Metrics,
         writer: Writer | None = None,
@@ -76,7 +85,7 @@ class Host:
         return any(engine.working for engine in self._loader.engines())
 
     def check(self, client: str) -> None:
-        """Raise Rejected if no model would accept a request of this client now."""
+        """Raise Rejection if no model would accept a request of this client now."""
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
         refusal = None
@@ -84,7 +93,7 @@ class Host:
             try:
                 engine.check(client)
                 return
-            except Rejected as err:
+            except Rejection as err:
                 refusal = err
         if refusal is not None and not self._loader.wanted:
             raise refusal
@@ -93,19 +102,21 @@ class Host:
         """Return True if answers to other clients are under way."""
         return any(engine.runs_others(client) for engine in self._loader.engines())
 
-    def lend(self, model: Model, keep_alive_s: float | None = None, asker: Asker | None = None) -> Future[Lease]:
-        """Lend a loaded model to one request, at once or when it is loaded. The future's exception is a Rejected.
+    def lend(
+        self, model: Model, keep_alive_s: float | None = None, asker: LeaseRequest | None = None
+    ) -> Future[ModelLease]:
+        """Lend a loaded model to one request, at once or when it is loaded. The future's exception is a Rejection.
 
         keep_alive_s: the model's new value; None: unchanged.
         asker: the request, to be listed while it waits.
         A caller that stops waiting calls `give_up`.
         """
-        future = Waiting(asker)
+        future = LeaseFuture(asker)
         with self._loader.changed:
             try:
                 hosted = self._loader.enter(model)
                 self._check_open(hosted)
-            except Rejected as err:
+            except Rejection as err:
                 future.set_exception(err)
                 return future
             if keep_alive_s is not None:
@@ -119,7 +130,7 @@ class Host:
                 self._loader.want(hosted, future)
         return future
 
-    def give_up(self, future: Future[Lease]) -> None:
+    def give_up(self, future: Future[ModelLease]) -> None:
         """Stop waiting for a lease. One that was granted is released."""
         if not future.cancel():
             future.add_done_callback(lambda done: None if done.exception() else done.result().release())
@@ -128,7 +139,7 @@ class Host:
                 hosted.waiting = deque(one for one in hosted.waiting if one is not future)
         self._loader.wake()
 
-    def load(self, model: Model) -> Future[Lease]:
+    def load(self, model: Model) -> Future[ModelLease]:
         """Load a model without a request, even if it failed just now. The caller releases the lease."""
         with self._loader.changed:
             self._loader.enter(model).failed_at = 0.0
@@ -153,15 +164,15 @@ class Host:
             hosted.expire()
             self._loader.wake()
 
-    def live(self) -> Live:
+    def live(self) -> LiveStatus:
         """Return the state of this moment, for screens."""
         with self._loader.changed:
             hosted = dict(self._loader.hosted)
         try:
             models = self.shelf.models()
-        except Rejected:
+        except Rejection:
             models = []
-        there = {model.id: hosted.get(model.id) or Hosted(model, self._keep_alive_s) for model in models}
+        there = {model.id: hosted.get(model.id) or HostedModel(model, self._keep_alive_s) for model in models}
         there |= {id_: one for id_, one in hosted.items() if one.is_loaded}  # removed, and not unloaded yet
         requests = {id_: one.requests() for id_, one in there.items()}
         rows = [one.row(requests[id_]) for id_, one in there.items()]
@@ -170,7 +181,7 @@ class Host:
         held = {"budget_bytes": self.budget, "used_bytes": used}
         seen = {"resident_bytes": memory.resident(), "mapped_bytes": memory.mapped()}
         answering = any(row["phase"] != "loading" for row in running)
-        return Live(self._state(answering), self.problem, rows, running, held | seen)
+        return LiveStatus(self._state(answering), self.problem, rows, running, held | seen)
 
     def pulse(self) -> tuple[object, object]:
         """Return a cheap version stamp of `live` and the metrics: (state, everything else).
@@ -198,7 +209,7 @@ class Host:
     def row(self, model: Model) -> dict[str, object]:
         """Describe one model, ready for JSON."""
         with self._loader.changed:
-            hosted = self._loader.hosted.get(model.id) or Hosted(model, self._keep_alive_s)
+            hosted = self._loader.hosted.get(model.id) or HostedModel(model, self._keep_alive_s)
         return hosted.row(hosted.requests())
 
     def shutdown(self, grace_s: float = 10.0) -> None:
@@ -228,7 +239,7 @@ class Host:
         if self.writer is not None:
             self.writer.close()
 
-    def _check_open(self, hosted: Hosted) -> None:
+    def _check_open(self, hosted: HostedModel) -> None:
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
         if hosted.status == "failed" and time.time() - hosted.failed_at < RETRY_S and hosted.model.is_current:

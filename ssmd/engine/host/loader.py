@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any, Literal
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.host.models import Model, Shelf, unusable
+from ssmd.engine.host.models import Model, ModelIndex, unusable_model
 from ssmd.engine.metrics import Metrics, ModelMetrics
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.machine import memory
 from ssmd.machine.size import show_size
 
@@ -46,7 +46,7 @@ class Loader:
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: ModelIndex,
         open_: Open,
         trial: Callable[[Model], None],
         metrics: Metrics,
@@ -56,8 +56,8 @@ class Loader:
     ) -> None:
         """Start the loader's thread. The parameters are the Host's."""
         self.changed = threading.Condition()
-        self.hosted: dict[str, Hosted] = {}
-        self.wanted: deque[Hosted] = deque()
+        self.hosted: dict[str, HostedModel] = {}
+        self.wanted: deque[HostedModel] = deque()
         self.starting = True
         self.budget = Budget(budget)
         self._shelf, self._metrics, self._keep_alive_s = shelf, metrics, keep_alive_s
@@ -77,14 +77,14 @@ class Loader:
         """Wait until a load that is under way is over. From any thread."""
         self._thread.join()
 
-    def enter(self, model: Model) -> Hosted:
+    def enter(self, model: Model) -> HostedModel:
         """Return the record of a model; a new one if the model has none."""
         hosted = self.hosted.get(model.id)
         if hosted is None:
-            hosted = self.hosted[model.id] = Hosted(model, self._keep_alive_s)
+            hosted = self.hosted[model.id] = HostedModel(model, self._keep_alive_s)
         return hosted
 
-    def want(self, hosted: Hosted, future: Waiting) -> None:
+    def want(self, hosted: HostedModel, future: LeaseFuture) -> None:
         """Queue a model for loading. future: the lease that waits for it."""
         hosted.waiting.append(future)
         if hosted not in self.wanted:
@@ -92,15 +92,15 @@ class Loader:
             self.wanted.append(hosted)
         self.wake()
 
-    def hand_out(self, hosted: Hosted, future: Future[Lease]) -> None:
+    def hand_out(self, hosted: HostedModel, future: Future[ModelLease]) -> None:
         """Lend a loaded model to a request, unless that was cancelled."""
         if future.set_running_or_notify_cancel():
             hosted.leases += 1
             hosted.idle_until = None
             assert hosted.engine is not None
-            future.set_result(Lease(hosted.engine, hosted.model, partial(self._give_back, hosted)))
+            future.set_result(ModelLease(hosted.engine, hosted.model, partial(self._give_back, hosted)))
 
-    def room(self, mine: Hosted, nbytes: int) -> bool:
+    def room(self, mine: HostedModel, nbytes: int) -> bool:
         """Return True if a model's answers may take `nbytes` more memory. From any thread.
 
         Memory is reserved for models that passed their trial and wait to be loaded, unless `mine` is itself to be
@@ -110,7 +110,7 @@ class Loader:
             coming = [] if mine.leaving else [h for h in self.wanted if h.tried and not h.is_loaded]
             return self.budget.fits_answer(nbytes, self._loaded_ones(), coming)
 
-    def _give_back(self, hosted: Hosted) -> None:
+    def _give_back(self, hosted: HostedModel) -> None:
         with self.changed:
             hosted.leases -= 1
             hosted.last_used = time.time()
@@ -159,7 +159,7 @@ class Loader:
             if hosted.leaving or due:
                 self._unload(hosted, at_once=hosted.leaving)
 
-    def _unload(self, hosted: Hosted, *, at_once: bool = False) -> bool:
+    def _unload(self, hosted: HostedModel, *, at_once: bool = False) -> bool:
         """Unload a model that has no requests. Return True if it is unloaded.
 
         at_once: do not wait until its engine has done its deferred work.
@@ -207,7 +207,7 @@ class Loader:
                 if hosted.model is not model:
                     hosted.model, hosted.tried = model, False
                 if model.found.problem:
-                    raise unusable(model.id, model.found.problem)
+                    raise unusable_model(model.id, model.found.problem)
                 if not hosted.tried:
                     hosted.tried, hosted.status, hosted.problem = None, "loading", ""
                     threading.Thread(target=self._try, args=(hosted,), name="ssmd-trial", daemon=True).start()
@@ -216,17 +216,17 @@ class Loader:
                     return
                 else:
                     ahead += hosted.nbytes
-            except Rejected as err:
+            except Rejection as err:
                 self._failed(hosted, err)
 
-    def _check_patience(self, hosted: Hosted) -> None:
-        """Raise Rejected if requests have waited ROOM_S for older ones to end, so that the model can load again."""
+    def _check_patience(self, hosted: HostedModel) -> None:
+        """Raise Rejection if requests have waited ROOM_S for older ones to end, so that the model can load again."""
         if time.monotonic() - hosted.wanted_at > ROOM_S:
             why = f"has to be unloaded first, but has answered other requests for {ROOM_S:.0f} s"
             raise refused(hosted.model.id, why, code="model_busy", retry_after_s=RETRY_AFTER_S)
 
-    def _make_room(self, hosted: Hosted, ahead: int) -> bool:
-        """Return True if a model can be loaded now; unload others for it. Raises Rejected.
+    def _make_room(self, hosted: HostedModel, ahead: int) -> bool:
+        """Return True if a model can be loaded now; unload others for it. Raises Rejection.
 
         ahead: bytes that earlier models in the queue wait for. This model must not take them.
         """
@@ -237,7 +237,7 @@ class Loader:
             budget = self.budget.for_model(hosted, loaded)
             try:
                 going = make_room(hosted, loaded, budget)
-            except NoRoom as err:
+            except NoMemory as err:
                 raise refused(hosted.model.id, f"is not loaded: {err}", code="no_memory") from err
             late = time.monotonic() - hosted.wanted_at > ROOM_S
             busy = in_the_way(hosted, loaded, going, budget)
@@ -262,7 +262,7 @@ class Loader:
             )
         return all([self._unload(one, at_once=True) for one in going]) and not busy
 
-    def _load(self, hosted: Hosted) -> None:
+    def _load(self, hosted: HostedModel) -> None:
         model = hosted.model
         with self.changed:
             hosted.status, hosted.problem = "loading", ""
@@ -284,7 +284,7 @@ class Loader:
             self._runtimes.add(model.manifest.runtime)
             self._loaded(hosted)
 
-    def _try(self, hosted: Hosted) -> None:
+    def _try(self, hosted: HostedModel) -> None:
         """Try in a thread of its own if a model can be loaded, and note the result."""
         model = hosted.model
         try:
@@ -301,7 +301,7 @@ class Loader:
                 hosted.status = "unloaded"
         self.wake()
 
-    def _unloadable(self, hosted: Hosted, err: Exception) -> Rejected:
+    def _unloadable(self, hosted: HostedModel, err: Exception) -> Rejection:
         """Turn a load failure into the error that its waiting requests get. Log it."""
         known = type(err).__module__.startswith("ssmd") or isinstance(err, OSError)
         if not (known and self.starting):  # else the process that starts the daemon reports it
@@ -309,7 +309,7 @@ class Loader:
         why = f"could not be loaded: {err if known else 'its runtime failed, see the log of the daemon'}"
         return refused(hosted.model.id, why, code="model_load_failed")
 
-    def _loaded(self, hosted: Hosted) -> None:
+    def _loaded(self, hosted: HostedModel) -> None:
         with self.changed:
             self._serve_next(hosted)
             while hosted.waiting:
@@ -317,7 +317,7 @@ class Loader:
             hosted.expire()
             self._news = True
 
-    def _failed(self, hosted: Hosted, why: Rejected) -> None:
+    def _failed(self, hosted: HostedModel, why: Rejection) -> None:
         with self.changed:
             self._serve_next(hosted)
             hosted.status = "loaded" if hosted.is_loaded else "failed"
@@ -329,19 +329,19 @@ class Loader:
             hosted.fail(why)
             self._news = True
 
-    def _serve_next(self, hosted: Hosted) -> None:
+    def _serve_next(self, hosted: HostedModel) -> None:
         """Take a model out of the queue: it is loaded, or refused."""
         self._give_room_back(hosted)
         if hosted in self.wanted:  # a shutdown fails its requests, which takes it out too
             self.wanted.remove(hosted)
 
-    def _give_room_back(self, hosted: Hosted) -> None:
+    def _give_room_back(self, hosted: HostedModel) -> None:
         """Keep the models that were to be unloaded for this one."""
         for other in self.hosted.values():
             if other is not hosted and other.status == "loaded" and other.model.is_current:
                 other.leaving = False
 
-    def _loaded_ones(self) -> list[Hosted]:
+    def _loaded_ones(self) -> list[HostedModel]:
         return [h for h in self.hosted.values() if h.is_loaded]
 
     def engines(self) -> list[Engine]:
@@ -349,7 +349,7 @@ class Loader:
         return [engine for h in tuple(self.hosted.values()) if (engine := h.engine) is not None]
 
 
-class Lease:
+class ModelLease:
     """A loaded model, which stays loaded until the lease is released."""
 
     def __init__(self, engine: Engine, model: Model, give_back: Callable[[], None]) -> None:
@@ -364,7 +364,7 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class Asker:
+class LeaseRequest:
     """A request that waits for a model."""
 
     id: str
@@ -372,21 +372,21 @@ class Asker:
     owner: str = ""  # name of its key
 
 
-class Waiting(Future[Lease]):
+class LeaseFuture(Future[ModelLease]):
     """A lease that is not granted yet. asker: the request that waits for it, if there is one."""
 
-    def __init__(self, asker: Asker | None = None) -> None:
+    def __init__(self, asker: LeaseRequest | None = None) -> None:
         super().__init__()
         self.asker = asker
 
-    def row(self, asker: Asker) -> dict[str, Any]:
+    def row(self, asker: LeaseRequest) -> dict[str, Any]:
         """Return the progress of its request, ready for JSON, with the keys of Generation.row."""
         nothing = {"fed": 0, "to_feed": None, "tokens": 0, "ttft_ms": None, "tokens_per_s": None}
         return {"id": asker.id, "session": asker.session, "phase": "loading", **nothing, "owner": asker.owner}
 
 
 @dataclass(eq=False)
-class Hosted:
+class HostedModel:
     """A model in a host, which does the locking. Times are in seconds since 1970, unless a comment says otherwise."""
 
     model: Model
@@ -395,7 +395,7 @@ class Hosted:
     status: Status = "unloaded"
     engine: Engine | None = None
     leases: int = 0  # requests that use it
-    waiting: deque[Waiting] = field(default_factory=deque)  # leases not granted yet
+    waiting: deque[LeaseFuture] = field(default_factory=deque)  # leases not granted yet
     wanted_at: float = 0.0  # monotonic s
     tried: bool | None = False  # its trial load passed; None while the trial runs
     leaving: bool = False  # it is to be unloaded; new requests wait until it was
@@ -438,7 +438,7 @@ class Hosted:
         free = self.is_loaded and not (self.leases or self.pinned or self.keep_alive_s == math.inf)
         self.idle_until = time.time() + self.keep_alive_s if free else None
 
-    def fail(self, why: Rejected) -> None:
+    def fail(self, why: Rejection) -> None:
         """Fail all requests that wait for it with this error."""
         while self.waiting:
             future = self.waiting.popleft()
@@ -479,9 +479,9 @@ class Hosted:
         }
 
 
-def refused(asked: str, why: str, *, code: str, retry_after_s: int | None = None) -> Rejected:
+def refused(asked: str, why: str, *, code: str, retry_after_s: int | None = None) -> Rejection:
     """Build the 503 error for requests whose model cannot be used now."""
-    return Rejected(f"model {asked} {why}", status=503, code=code, param="model", retry_after_s=retry_after_s)
+    return Rejection(f"model {asked} {why}", status=503, code=code, param="model", retry_after_s=retry_after_s)
 
 
 class Budget:
@@ -498,7 +498,7 @@ class Budget:
         self.nbytes = memory.available() if asked is None else asked
         self._strict = asked is not None
 
-    def fits_answer(self, nbytes: int, loaded: Sequence[Hosted], coming: Sequence[Hosted]) -> bool:
+    def fits_answer(self, nbytes: int, loaded: Sequence[HostedModel], coming: Sequence[HostedModel]) -> bool:
         """Return True if an answer may take `nbytes` more.
 
         coming: models that wait to be loaded; their memory is reserved.
@@ -510,7 +510,7 @@ class Budget:
         free = memory.available() if coming else None
         return free is None or wanted <= free
 
-    def for_model(self, wanted: Hosted, loaded: Sequence[Hosted]) -> int:
+    def for_model(self, wanted: HostedModel, loaded: Sequence[HostedModel]) -> int:
         """Return the bytes that a model and the loaded ones may take together, at this moment."""
         assert self.nbytes is not None
         free = None if self._strict else memory.available()
@@ -524,26 +524,26 @@ class Budget:
         return max(nbytes, least)
 
 
-class NoRoom(Exception):
+class NoMemory(Exception):
     """A model that can never be loaded beside those that stay; the message says why."""
 
 
-def make_room(wanted: Hosted, loaded: Sequence[Hosted], budget: int) -> list[Hosted]:
+def make_room(wanted: HostedModel, loaded: Sequence[HostedModel], budget: int) -> list[HostedModel]:
     """Pick the models to unload for a new one: idle models first, least recently used first.
 
-    Raises NoRoom if it cannot fit beside the pinned models. Only file sizes decide that. Measured sizes depend on how
+    Raises NoMemory if it cannot fit beside the pinned models. Only file sizes decide that. Measured sizes depend on how
     many answers a model gave: by them, a model that was loaded once could be refused for ever.
     """
     others = [one for one in loaded if one is not wanted]
     pinned = sum(one.least for one in others if one.pinned)
     if wanted.least + pinned > budget:
         beside = f", of which pinned models hold {show_size(pinned)}" if pinned else ""
-        raise NoRoom(
+        raise NoMemory(
             f"it takes about {show_size(wanted.least)} of memory, and models may take {show_size(budget)}{beside}; "
             "raise it with --memory-budget"
         )
     over = wanted.nbytes + sum(one.nbytes for one in others) - budget
-    chosen: list[Hosted] = []
+    chosen: list[HostedModel] = []
     for one in sorted(others, key=lambda one: (one.leases > 0, one.last_used or 0.0)):
         if over <= 0:
             break
@@ -553,7 +553,9 @@ def make_room(wanted: Hosted, loaded: Sequence[Hosted], budget: int) -> list[Hos
     return chosen
 
 
-def in_the_way(wanted: Hosted, loaded: Sequence[Hosted], going: Sequence[Hosted], nbytes: int) -> list[str]:
+def in_the_way(
+    wanted: HostedModel, loaded: Sequence[HostedModel], going: Sequence[HostedModel], nbytes: int
+) -> list[str]:
     """List the ids of models whose answers must end before the new one fits, when `going` go and the others stay."""
     stay = [one for one in loaded if one is not wanted and one not in going]
     busy = [one.model.id for one in going if one.leases]
@@ -562,5 +564,5 @@ def in_the_way(wanted: Hosted, loaded: Sequence[Hosted], going: Sequence[Hosted]
     return busy
 
 
-def _held(loaded: Sequence[Hosted]) -> int:
+def _held(loaded: Sequence[HostedModel]) -> int:
     return sum(one.nbytes + one.busy_bytes for one in loaded)

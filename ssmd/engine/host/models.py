@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ssmd.engine.terms import Rejected
-from ssmd.installed import Installed, ModelError, choose, is_for, read
-from ssmd.machine.spelling import meant, shown
+from ssmd.engine.terms import Rejection
+from ssmd.installed import InstalledModel, ModelError, choose_installed, is_for, read
+from ssmd.machine.spelling import meant, printable
 from ssmd.model import defaults
 from ssmd.model.artifact import MANIFEST, Manifest
 from ssmd.model.defaults import Defaults
@@ -31,7 +31,7 @@ class Model:
     """
 
     id: str
-    found: Installed
+    found: InstalledModel
     stamp: Stamp | None
     defaults: Defaults = field(default_factory=dict)
 
@@ -47,9 +47,9 @@ class Model:
 
     @property
     def manifest(self) -> Manifest:
-        """Return the manifest in its folder. Raises Rejected if it cannot be read."""
+        """Return the manifest in its folder. Raises Rejection if it cannot be read."""
         if self.found.manifest is None:
-            raise unusable(self.id, self.found.problem)
+            raise unusable_model(self.id, self.found.problem)
         return self.found.manifest
 
     @property
@@ -58,11 +58,11 @@ class Model:
         return self.stamp is not None and _stamp(self.path) == self.stamp
 
 
-class Shelf:
+class ModelIndex:
     """Finds models by name. From any thread.
 
-    runtime, device: settings of the daemon, as `choose` takes them. defaults: sampling options that override those of
-    every model.
+    runtime, device: settings of the daemon, as `choose_installed` takes them. defaults: sampling options that override
+    those of every model.
 
     The folders are looked at anew for each call. Unchanged models are not read again.
     """
@@ -76,20 +76,20 @@ class Shelf:
     ) -> None:
         self._places, self._runtime, self._device, self._defaults = places, runtime, device, defaults
         self._lock = threading.Lock()
-        self._seen: dict[tuple[str, Path], tuple[Stamp | None, Installed]] = {}
+        self._seen: dict[tuple[str, Path], tuple[Stamp | None, InstalledModel]] = {}
         self._looked = 0.0
         self._models: dict[str, Model] = {}
         self._chosen: dict[str, Model] = {}
         self._avoided: dict[Model, float] = {}  # and until when, monotonic seconds
 
     def models(self) -> list[Model]:
-        """Return all models by id, broken ones too. Raises Rejected if their folder cannot be read."""
+        """Return all models by id, broken ones too. Raises Rejection if their folder cannot be read."""
         with self._lock:
             self._look()
             return list(self._models.values())
 
     def find(self, asked: str) -> Model:
-        """Return the model for a request: of several runtimes the fastest that is usable here. Raises Rejected."""
+        """Return the model for a request: of several runtimes the fastest that is usable here. Raises Rejection."""
         with self._lock:
             self._look()
             if any(until < time.monotonic() for until in self._avoided.values()):
@@ -110,14 +110,14 @@ class Shelf:
         """Return the result of `find`; None if no model of that name can be used here."""
         try:
             return self.find(name)
-        except Rejected:
+        except Rejection:
             return None
 
     def _look(self) -> None:
         try:
             places = [(place, _stamp(place[1])) for place in self._places()]
         except ModelError as err:
-            raise Rejected(str(err), status=503, code="models_unreadable") from err
+            raise Rejection(str(err), status=503, code="models_unreadable") from err
         broken = any(one.problem for _, one in self._seen.values())  # perhaps it was half written, and is whole by now
         again = broken and time.monotonic() - self._looked >= _AGAIN_S
         if not again and [(place, stamp) for place, (stamp, _) in self._seen.items()] == places:
@@ -155,12 +155,12 @@ class Shelf:
             raise self._unknown(asked)
         found = [model for model in found if model not in self._avoided] or found
         try:
-            chosen = choose([model.found for model in found], device=self._device)
+            chosen = choose_installed([model.found for model in found], device=self._device)
         except ModelError as err:
-            raise unusable(asked, str(err)) from err
+            raise unusable_model(asked, str(err)) from err
         return next(model for model in found if model.found is chosen)
 
-    def _unknown(self, asked: str) -> Rejected:
+    def _unknown(self, asked: str) -> Rejection:
         names = sorted({model.name for model in self._models.values()})
         there = (
             f"this daemon serves: {', '.join(names)}"
@@ -171,16 +171,16 @@ class Shelf:
         hint = meant(asked, self._models if at else names)
         if at and not hint and (others := [id_ for id_, model in self._models.items() if model.name == name]):
             hint = f"did you mean {' or '.join(others)}? "
-        message = f"there is no model '{shown(asked)}' here; {hint}{there}"
-        return Rejected(message, status=404, code="model_not_found", param="model")
+        message = f"there is no model '{printable(asked)}' here; {hint}{there}"
+        return Rejection(message, status=404, code="model_not_found", param="model")
 
 
-def unusable(asked: str, why: str) -> Rejected:
+def unusable_model(asked: str, why: str) -> Rejection:
     """Build the error for a model that is installed but cannot be used. A retry does not help."""
-    return Rejected(f"model {asked} cannot be used: {why}", status=503, code="model_unusable", param="model")
+    return Rejection(f"model {asked} cannot be used: {why}", status=503, code="model_unusable", param="model")
 
 
-def _runtime(found: Installed) -> str:
+def _runtime(found: InstalledModel) -> str:
     """Return the runtime in a model's id; its folder if the manifest cannot be read."""
     return found.path.name if found.manifest is None else found.manifest.runtime
 

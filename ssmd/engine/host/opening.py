@@ -10,17 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ssmd.config import Settings
-from ssmd.engine.decode.device import Turns
+from ssmd.engine.decode.device import DeviceLock
 from ssmd.engine.engine import Engine
 from ssmd.engine.host.host import KEEP_ALIVE_S, Host
-from ssmd.engine.host.models import Model, Shelf
+from ssmd.engine.host.models import Model, ModelIndex
 from ssmd.engine.metrics import Metrics, ModelMetrics
 from ssmd.engine.persist.writer import Writer
 from ssmd.installed import places, resolve
 from ssmd.machine.memory import available
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import Artifact, read_manifest
-from ssmd.model.checked import Checked
+from ssmd.model.checked import CheckedArtifacts
 from ssmd.model.made import is_made_here
 from ssmd.model.state import StateSpec
 from ssmd.runtime.loading import check_first_load, load
@@ -41,7 +41,7 @@ def open_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool =
 
     A single model is loaded at once; with `lazy` only if `model` names it. `keep` False: no store, nothing is written.
 
-    Raises Rejected if a model cannot be loaded, ModelError, ArtifactError, StoreError or SettingsError.
+    Raises Rejection if a model cannot be loaded, ModelError, ArtifactError, StoreError or SettingsError.
     """
     shelf = _shelf(settings, model)
     there = shelf.models()
@@ -90,12 +90,12 @@ def close_host(host: Host) -> None:
         host.writer.store.close()
 
 
-def _shelf(settings: Settings, model: str | None) -> Shelf:
+def _shelf(settings: Settings, model: str | None) -> ModelIndex:
     if model is None:
-        return Shelf(partial(places, settings.models_dir), settings.runtime, settings.device, settings.defaults)
+        return ModelIndex(partial(places, settings.models_dir), settings.runtime, settings.device, settings.defaults)
     path = resolve(model, settings.models_dir, settings.runtime, settings.device)
     place = read_manifest(path).name, path
-    return Shelf(lambda: [place], device=settings.device, defaults=settings.defaults)
+    return ModelIndex(lambda: [place], device=settings.device, defaults=settings.defaults)
 
 
 class Opener:
@@ -103,8 +103,8 @@ class Opener:
 
     def __init__(self, settings: Settings, writer: Writer | None) -> None:
         self._settings, self._writer = settings, writer
-        self._checked = Checked(None if writer is None else settings.data_dir)
-        self._turns: dict[str, Turns] = {}  # by device, which its programs share
+        self._checked = CheckedArtifacts(None if writer is None else settings.data_dir)
+        self._turns: dict[str, DeviceLock] = {}  # by device, which its programs share
         self._texts: OrderedDict[str, Texts] = OrderedDict()  # of models made here, last used last
 
     def __call__(self, model: Model, numbers: ModelMetrics, room: Callable[[int], bool]) -> Engine:
@@ -127,10 +127,10 @@ class Opener:
         try:
             texts = opening.result()
             device = settings.device or artifact.manifest.device_class
-            max_running, spare_lanes = affordable(program.spec, program.context, settings.max_running)
-            lane = lane_bytes(program.spec, program.context)
-            if settings.memory_budget is not None and not room(max_running * lane):
-                fitting = next((n for n in range(max_running - 1, 1, -1) if room(n * lane)), 1)
+            max_running, spare_choices = affordable(program.spec, program.context, settings.max_running)
+            per_choice = choice_bytes(program.spec, program.context)
+            if settings.memory_budget is not None and not room(max_running * per_choice):
+                fitting = next((n for n in range(max_running - 1, 1, -1) if room(n * per_choice)), 1)
                 log.warning("the memory budget has room for %d choices at a time, not for %d", fitting, max_running)
             engine = Engine(
                 artifact,
@@ -138,10 +138,10 @@ class Opener:
                 self._writer,
                 metrics=numbers,
                 device=device,
-                turns=self._turns.setdefault(device, Turns()),
+                turns=self._turns.setdefault(device, DeviceLock()),
                 max_running=max_running,
-                spare_lanes=spare_lanes,
-                lane_bytes=lane,
+                spare_choices=spare_choices,
+                choice_bytes=per_choice,
                 room=room,
                 max_queue=settings.max_queue,
                 texts=texts,
@@ -192,7 +192,7 @@ def _within_quota(store: Store) -> None:
     )
 
 
-def lane_bytes(spec: StateSpec, context: int | None) -> int:
+def choice_bytes(spec: StateSpec, context: int | None) -> int:
     """Return the bytes of memory of a choice that decodes, with a conversation of TOKENS tokens."""
     tokens = TOKENS if context is None else min(context, TOKENS)
     rows = sum(t.nbytes_at(tokens) * 4 // t.numpy_dtype.itemsize + t.nbytes_at(tokens) for t in spec.rows)
@@ -208,7 +208,7 @@ def affordable(spec: StateSpec, context: int | None, asked: int, free: int | Non
     free = available() if free is None else free
     if free is None:
         return asked, asked
-    each = lane_bytes(spec, context)
+    each = choice_bytes(spec, context)
     fitting = int(PART * free) // each
     if fitting >= asked:
         return asked, max(1, min(asked, fitting - asked))

@@ -15,15 +15,15 @@ from datetime import UTC, datetime
 from functools import partial
 
 from ssmd.engine.decode.choice import Choice
-from ssmd.engine.decode.generation import Asked, Kept, Restored, Then
+from ssmd.engine.decode.generation import GenerationInput, GenerationStore, RestoredState, Then
 from ssmd.engine.decode.warmup import run_tokens
 from ssmd.engine.persist import replay
 from ssmd.engine.persist.rerender import Rerenderer
 from ssmd.engine.persist.restore import Restorer, Restoring
-from ssmd.engine.persist.writer import Pending, Writer
+from ssmd.engine.persist.writer import PendingCheckpoint, Writer
 from ssmd.engine.prompt.planner import Planner, Prompt
-from ssmd.engine.request import Done, Request
-from ssmd.engine.terms import Rejected, Steps
+from ssmd.engine.request import Finish, Request
+from ssmd.engine.terms import Rejection, Steps
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint
 from ssmd.sessions.line import Line
@@ -34,7 +34,7 @@ from ssmd.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-class KeepsNothing:
+class NoPersistence:
     """The persistence of an engine without a store."""
 
     idle = True
@@ -42,9 +42,9 @@ class KeepsNothing:
     def __init__(self, program: Program) -> None:
         self._program = program
 
-    def begin(self, asked: Asked) -> Kept:
+    def begin(self, asked: GenerationInput) -> GenerationStore:
         """Begin a request, of which nothing is kept."""
-        return Kept()
+        return GenerationStore()
 
     def warm_up(self, tokens: int) -> Steps:
         """Feed `tokens` tokens to a new state and release it."""
@@ -92,9 +92,9 @@ class Persistence:
         """Return True if no turn is rerendered or waits for that. From any thread."""
         return self._rerenderer.idle
 
-    def begin(self, asked: Asked) -> Kept:
+    def begin(self, asked: GenerationInput) -> GenerationStore:
         """Begin a request, of which nothing is stored yet. From any thread."""
-        return _Kept(self, asked) if asked.request.raw is None else _KeptPrefix(self, asked)
+        return _TurnStore(self, asked) if asked.request.raw is None else _PrefixStore(self, asked)
 
     def warm_up(self, tokens: int) -> Steps:
         """Restore the conversation that was used last, feed it `tokens` tokens, and release it. It may go on soon.
@@ -105,7 +105,7 @@ class Persistence:
         session = self._store.newest()
         if session is not None:
             said = conversation(self._store.path(session.head))
-            with contextlib.suppress(Rejected):
+            with contextlib.suppress(Rejection):
                 request = Request((*said, Message("user", secrets.token_hex(12))), store=False)
                 prompt = self._planner.plan(request)
                 yield
@@ -132,14 +132,14 @@ class Persistence:
         self._restorer.close()
 
 
-class _Kept(Kept):
+class _TurnStore(GenerationStore):
     """The states and turns of one request, which go to the store. With "store": false it only restores."""
 
-    def __init__(self, by: Persistence, asked: Asked) -> None:
+    def __init__(self, by: Persistence, asked: GenerationInput) -> None:
         self._by, self._asked, self._prompt = by, asked, asked.prompt
         self._info = asked.prompt.info
         self._restoring: Restoring | None = None
-        self._checkpoints: list[Pending] = []
+        self._checkpoints: list[PendingCheckpoint] = []
         # The checkpoint that the next one grows from, and its position.
         self._parent: tuple[int | NewCheckpoint | None, int] = (None, 0)
         self._origin: str | None = None  # set if the state came from an import: states that grow from it have it too
@@ -154,18 +154,18 @@ class _Kept(Kept):
     def ready(self) -> bool:
         return self._restoring is None or self._restoring.done()
 
-    def restored(self) -> Restored | None:
+    def restored(self) -> RestoredState | None:
         if self._restoring is None:
             return None
         (self._prompt, loaded), self._restoring = self._restoring.result(), None
         found = loaded.found
         if found is None:
-            return Restored(None, 0, "none", self._prompt)
+            return RestoredState(None, 0, "none", self._prompt)
         self._origin = found.origin
         if found.build == self._by._build:
             self._parent = (found.id, found.position)
         exact = found.is_exact(self._by._build, self._by._program.producer)
-        return Restored(loaded.handle, found.position, "exact" if exact else "portable", self._prompt)
+        return RestoredState(loaded.handle, found.position, "exact" if exact else "portable", self._prompt)
 
     def discard(self) -> None:
         if self._restoring is not None:
@@ -218,7 +218,7 @@ class _Kept(Kept):
         ids = self._prompt.ids.then(choice.tokens).up_to(fed)
         self.keep(self._save(choice.handle, "turn", ids, choice.turn))
 
-    def commit(self, choices: Sequence[Choice], done: Done, then: Then) -> None:
+    def commit(self, choices: Sequence[Choice], done: Finish, then: Then) -> None:
         # Choices that were cut before they had a text become no turns.
         self._turns = [choice for choice in choices if choice.text or choice.calls or choice.end != "cancelled"]
         if self._info is None or not self._turns:
@@ -237,7 +237,7 @@ class _Kept(Kept):
             self._by._rerenderer.add(self._info, self._turns, request.domain, request.given)
 
 
-class _KeptPrefix(_Kept):
+class _PrefixStore(_TurnStore):
     """The state of a raw prompt, kept for prompts that begin with it. It makes no turn."""
 
     def _pays(self, read_ms: float) -> bool:
@@ -250,7 +250,7 @@ class _KeptPrefix(_Kept):
     def end(self, choice: Choice) -> None:
         """Keep nothing: a later prompt rarely continues the sampled text."""
 
-    def commit(self, choices: Sequence[Choice], done: Done, then: Then) -> None:
+    def commit(self, choices: Sequence[Choice], done: Finish, then: Then) -> None:
         found, kept = self._prompt.found, self._checkpoints
         self._checkpoints, self._parent = [], (None, 0)
         if self._asked.request.store and (kept or found is not None):

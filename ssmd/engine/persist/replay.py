@@ -7,12 +7,12 @@ from dataclasses import asdict, astuple
 from typing import Any
 
 from ssmd.engine.decode.choice import Choice
-from ssmd.engine.decode.generation import Asked
-from ssmd.engine.request import LEAST_LOGPROB, CallDelta, Delta, Done, Event, TokenLogprob, Usage, joined
+from ssmd.engine.decode.generation import GenerationInput
+from ssmd.engine.request import LEAST_LOGPROB, CallDelta, Delta, Event, Finish, TokenLogprob, Usage, joined
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 
 
-def keep(asked: Asked, choices: Sequence[Choice], done: Done, key: ReplyKey) -> NewReply:
+def keep(asked: GenerationInput, choices: Sequence[Choice], done: Finish, key: ReplyKey) -> NewReply:
     """Return the stored form of an answer, beside its turns, which are those of `choices`. done: its last event."""
     complete = len(choices) == asked.request.n and all(choice.end != "cancelled" for choice in choices)
     answer: dict[str, Any] = {"id": asked.id, "created": asked.created}
@@ -34,7 +34,7 @@ def events(reply: Reply) -> list[Event]:
     plain = [Delta(i, text[answer["begun"] :], tuple(map(_from_json, p))) for i, (text, p) in enumerate(given)]
     told = answer.get("said", [None] * len(plain))  # an earlier version stored only text
     deltas = [delta for said, one in zip(told, plain, strict=True) for delta in _deltas(said, one)]
-    return [*deltas, Done(tuple(answer["finish_reasons"]), _usage(answer["usage"]))]
+    return [*deltas, Finish(tuple(answer["finish_reasons"]), _usage(answer["usage"]))]
 
 
 def _usage(told: dict[str, Any]) -> Usage:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ssmd.engine.decode.choice import Choice
-from ssmd.engine.persist.restore import Loaded, Restorer
+from ssmd.engine.persist.restore import LoadedState, Restorer
 from ssmd.engine.persist.writer import Writer
 from ssmd.engine.prompt.planner import Planner
 from ssmd.runtime import buckets
@@ -25,7 +25,7 @@ from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Passage
 from ssmd.sessions.turn import SessionInfo, StoreError
-from ssmd.text.template import NOTHING_MORE, Given
+from ssmd.text.template import NOTHING_MORE, TemplateInput
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 256  # turns that wait; beyond it the oldest are dropped, and read again when they are continued
@@ -43,7 +43,7 @@ class _Turn:
     session: SessionInfo
     cut: bool
     domain: Domain
-    given: Given
+    given: TemplateInput
     tries: int = 0
 
 
@@ -52,7 +52,7 @@ class _Plan:
     """A planned prefill. text: start of every continuation. loaded: the state to start from, and the ids to feed."""
 
     text: Passage
-    loaded: Loaded
+    loaded: LoadedState
 
 
 class Rerenderer:
@@ -81,7 +81,9 @@ class Rerenderer:
         self._plan: _Plan | None = None
         self._handle: Handle = None
 
-    def add(self, session: SessionInfo, turns: Sequence[Choice], domain: Domain, given: Given = NOTHING_MORE) -> None:
+    def add(
+        self, session: SessionInfo, turns: Sequence[Choice], domain: Domain, given: TemplateInput = NOTHING_MORE
+    ) -> None:
         """Queue the stored turns of a request, one for each of these choices."""
         with self._lock:
             self._waiting.extend(_Turn(choice.turn, session, choice.cut, domain, given) for choice in turns)

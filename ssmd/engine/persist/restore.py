@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ssmd.engine.prompt.planner import Prompt
 from ssmd.model.state import StateError
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line
 from ssmd.sessions.rows.parts import DamagedState
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Loaded:
+class LoadedState:
     """The state that a prompt starts from, in a handle."""
 
-    found: Found | None  # None for a new state
+    found: StoredCheckpoint | None  # None for a new state
     handle: Handle | None  # None for a new state
     ids: Line  # all at hand that are to be fed after it
 
 
-Loading = Generator[None, None, Loaded | None]
-Restoring = Future[tuple[Prompt, Loaded]]
+Loading = Generator[None, None, LoadedState | None]
+Restoring = Future[tuple[Prompt, LoadedState]]
 
 
 class Restorer:
@@ -53,16 +53,16 @@ class Restorer:
         restoring.add_done_callback(lambda _: then())
         return restoring
 
-    def _load(self, prompt: Prompt, session: str | None, domain: Domain) -> tuple[Prompt, Loaded]:
+    def _load(self, prompt: Prompt, session: str | None, domain: Domain) -> tuple[Prompt, LoadedState]:
         loaded = self.load(prompt.found, prompt.ids, prompt.stem, session, domain)
         if loaded is not None:
             return replace(prompt, ids=loaded.ids), loaded
         again = prompt.reread()
-        return again, Loaded(None, None, again.ids)
+        return again, LoadedState(None, None, again.ids)
 
     def load(
-        self, found: Found | None, ids: Line, stem: str | None, session: str | None, domain: Domain
-    ) -> Loaded | None:
+        self, found: StoredCheckpoint | None, ids: Line, stem: str | None, session: str | None, domain: Domain
+    ) -> LoadedState | None:
         """Restore a handle from `found`, or from the next best checkpoint that can be read, if there is any.
 
         None if neither a state nor all the ids could be read.
@@ -72,10 +72,12 @@ class Restorer:
             try:
                 next(steps)
             except StopIteration as end:
-                loaded: Loaded | None = end.value
+                loaded: LoadedState | None = end.value
                 return loaded
 
-    def steps(self, found: Found | None, ids: Line, stem: str | None, session: str | None, domain: Domain) -> Loading:
+    def steps(
+        self, found: StoredCheckpoint | None, ids: Line, stem: str | None, session: str | None, domain: Domain
+    ) -> Loading:
         """Load part by part, as `load` does. Releases the handle if it fails or is closed before its end."""
         tried: list[int] = []
         try:
@@ -87,7 +89,7 @@ class Restorer:
                         for part in parts:
                             self._program.fill(handle, part)
                             yield
-                    return Loaded(found, handle, ids)
+                    return LoadedState(found, handle, ids)
                 except BaseException as err:
                     if handle is not None:
                         self._program.release(handle)
@@ -101,7 +103,7 @@ class Restorer:
                     found, ids, stem = stored.resume(self._scope, ids, stem, session, skip=tried)
         except StoreError as err:
             log.error("no other checkpoint can be looked up, the prompt is read whole: %s", err)
-        return None if ids.start else Loaded(None, None, ids)
+        return None if ids.start else LoadedState(None, None, ids)
 
     def discard(self, restoring: Restoring) -> None:
         """Release a state that is being loaded: its request has ended."""

@@ -16,10 +16,10 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
-from ssmd.sessions.rows.blobs import Encoded, encode
-from ssmd.sessions.rows.database import DiskFull, Locked
-from ssmd.sessions.store import Committed, Patience, Store
-from ssmd.sessions.turn import NewTurn, Removed, SessionInfo, StoreError
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, encode
+from ssmd.sessions.rows.database import DiskFull, StoreLocked
+from ssmd.sessions.store import CommitResult, Patience, Store
+from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, TurnRemoved
 from ssmd.text.messages import Message
 
 log = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ LOG_BYTES = 64 << 20  # bytes in the log from which it is moved into the file, b
 AHEAD_BYTES = 4 << 20  # size from which a prompt's checkpoint is written while the answer is still generated
 
 
-class Late(StoreError):
+class StoreTimeout(StoreError):
     """A write that takes longer than a client waits for the end of its answer."""
 
     reason = "late"
 
 
-class _Standing(Patience):
+class _CommitStatus(Patience):
     """The standing of a commit towards its client, which gets one result that stays true. Thread-safe.
 
     then: as in `Writer.commit`; called after `well` or `lost`. well: called if all is stored. lost: called with a
@@ -74,14 +74,17 @@ class _Standing(Patience):
         return self._told and not self.text
 
     def begin(self) -> None:
-        """Begin to write. Raises Late if the client has its result, or would have it if an attempt had not hung."""
+        """Begin to write.
+
+        Raises StoreTimeout if the client has its result, or would have it if an attempt had not hung.
+        """
         with self._lock:
             self._sure, self._began = False, None
             overdue = self._overdue
         if overdue:
             self._give_up()
         if self._told:
-            raise Late("the client got its result before the turn was written")
+            raise StoreTimeout("the client got its result before the turn was written")
 
     def stop(self) -> bool:
         """Return True if its client has waited long enough for the states that are being written."""
@@ -90,10 +93,10 @@ class _Standing(Patience):
         return self.late
 
     def sure(self) -> None:
-        """Note that the write becomes durable next. Raises Late if its client got another result meanwhile."""
+        """Note that the write becomes durable next. Raises StoreTimeout if its client got another result meanwhile."""
         with self._lock:
             if self._told or (self.text and self.late):
-                raise Late("a turn was given up before it was written")
+                raise StoreTimeout("a turn was given up before it was written")
             self._sure = True
 
     def text_is_there(self) -> None:
@@ -109,7 +112,7 @@ class _Standing(Patience):
             first, self._told = not self._told, True
             self.text |= stored
         self._timer.cancel()
-        if err is not None and (first or not isinstance(err, Late)):
+        if err is not None and (first or not isinstance(err, StoreTimeout)):
             self._lost(err, first and not stored)
         if first:
             if stored and err is None:
@@ -131,7 +134,7 @@ class _Standing(Patience):
             if self._told or self._sure or self.text:
                 return
             self._told = True
-        self._lost(Late(f"the store took more than {TEXT_PATIENCE_S:.0f} s"), True)
+        self._lost(StoreTimeout(f"the store took more than {TEXT_PATIENCE_S:.0f} s"), True)
         self._then(False, False)
 
     def _after(self, seconds: float, work: Callable[[], None]) -> threading.Timer:
@@ -141,8 +144,8 @@ class _Standing(Patience):
         return timer
 
 
-def _late() -> Late:
-    return Late(f"the state of a turn took more than {COMMIT_PATIENCE_S:.0f} s")
+def _late() -> StoreTimeout:
+    return StoreTimeout(f"the state of a turn took more than {COMMIT_PATIENCE_S:.0f} s")
 
 
 class Pace:
@@ -170,13 +173,13 @@ class Pace:
             self._when, self._last = time.monotonic(), (took_s, nbytes)
 
 
-class Pending:
+class PendingCheckpoint:
     """A checkpoint on its way into the store: encoded on the writer's thread, written by the commit of its turn."""
 
     def __init__(self, checkpoint: NewCheckpoint) -> None:
         self.checkpoint = checkpoint
         self.nbytes = sum(t.nbytes for t in checkpoint.state.tensors.values())
-        self.encoded: Encoded | None = None
+        self.encoded: EncodedCheckpoint | None = None
         self.ms = 0.0  # spent on encoding
         self.ahead = False  # written before its turn
         self.stored: int | None = None  # the id under which it waits for its turn
@@ -192,7 +195,7 @@ class Writer:
     def __init__(self, store: Store, metrics: Metrics) -> None:
         self.store = store
         self._metrics = metrics
-        self.condition = Condition(metrics)
+        self.condition = StoreHealth(metrics)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
@@ -205,9 +208,9 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
         self._thread.start()
 
-    def encode(self, checkpoint: NewCheckpoint, made: Maker) -> Pending | None:
+    def encode(self, checkpoint: NewCheckpoint, made: Maker) -> PendingCheckpoint | None:
         """Start encoding a checkpoint; None if too much is waiting already."""
-        pending = Pending(checkpoint)
+        pending = PendingCheckpoint(checkpoint)
         with self._lock:
             if self._queued_bytes + pending.nbytes > MAX_QUEUED_BYTES:
                 return None
@@ -231,7 +234,7 @@ class Writer:
         """Return True if writing a state of `nbytes` is worth it. read_ms: prefill time that it saves."""
         return nbytes < SMALL_BYTES or read_ms >= WORTH * self._pace.cost_ms(nbytes)
 
-    def _write_ahead(self, pending: Pending, encoded: Encoded) -> None:
+    def _write_ahead(self, pending: PendingCheckpoint, encoded: EncodedCheckpoint) -> None:
         try:
             placed = self.store.keep(encoded)
         except StoreError as err:  # the commit tries again, and reports it
@@ -251,7 +254,7 @@ class Writer:
         self,
         session: SessionInfo,
         turns: Sequence[NewTurn],
-        checkpoints: Sequence[Pending],
+        checkpoints: Sequence[PendingCheckpoint],
         then: Then,
         reply: NewReply | None = None,
         heard: Mapping[str, Sequence[Message]] | None = None,
@@ -265,12 +268,12 @@ class Writer:
         def lost(err: StoreError, text: bool) -> None:
             self.condition.failed(err, turns=len(turns) if text else 0)
 
-        standing = _Standing(then, self.condition.well, lost)
+        standing = _CommitStatus(then, self.condition.well, lost)
 
-        def write(some: Sequence[Encoded]) -> Committed:
+        def write(some: Sequence[EncodedCheckpoint]) -> CommitResult:
             return self.store.commit(turns, some, session=session, reply=reply, heard=heard, patience=standing)
 
-        def attach(some: Sequence[Encoded]) -> Committed:
+        def attach(some: Sequence[EncodedCheckpoint]) -> CommitResult:
             return self.store.attach(turns, some, session=session, reply=reply, patience=standing)
 
         def work() -> None:
@@ -305,11 +308,11 @@ class Writer:
 
     def _commit(
         self,
-        standing: _Standing,
-        states: Sequence[Encoded],
-        write: Callable[[Sequence[Encoded]], Committed],
-        attach: Callable[[Sequence[Encoded]], Committed],
-    ) -> Committed:
+        standing: _CommitStatus,
+        states: Sequence[EncodedCheckpoint],
+        write: Callable[[Sequence[EncodedCheckpoint]], CommitResult],
+        attach: Callable[[Sequence[EncodedCheckpoint]], CommitResult],
+    ) -> CommitResult:
         """Write turns with or without their states, and send the client the result.
 
         Raises StoreError if no text is stored.
@@ -322,7 +325,7 @@ class Writer:
                 done = self._timed(standing, nbytes, states, write)
                 standing.end(True, done.ends, done.full)
                 return done
-            except (Locked, Removed):
+            except (StoreLocked, TurnRemoved):
                 raise
             except StoreError as err:
                 failed = _late() if standing.late else err
@@ -330,7 +333,7 @@ class Writer:
         try:
             done = write(ahead)
         except StoreError as err:
-            if not ahead or isinstance(err, (Late, Locked, Removed)):
+            if not ahead or isinstance(err, (StoreTimeout, StoreLocked, TurnRemoved)):
                 raise
             ahead = []
             done = write(())
@@ -347,15 +350,15 @@ class Writer:
                 failed = _late() if standing.late else err
         standing.end(True, err=failed or _late())
         self._metrics.checkpoint_left_out(len(states) - len(ahead))
-        return Committed((), done.full)
+        return CommitResult((), done.full)
 
     def _timed(
         self,
-        standing: _Standing,
+        standing: _CommitStatus,
         nbytes: int,
-        states: Sequence[Encoded],
-        write: Callable[[Sequence[Encoded]], Committed],
-    ) -> Committed:
+        states: Sequence[EncodedCheckpoint],
+        write: Callable[[Sequence[EncodedCheckpoint]], CommitResult],
+    ) -> CommitResult:
         """Write states, and note the time they took, or the time they were given."""
         try:
             done = write(states)
@@ -367,7 +370,7 @@ class Writer:
             self._pace.note(nbytes, standing.wrote_s)
         return done
 
-    def keep(self, checkpoints: Sequence[Pending], used: int | None, then: Callable[[], None]) -> None:
+    def keep(self, checkpoints: Sequence[PendingCheckpoint], used: int | None, then: Callable[[], None]) -> None:
         """Write states that belong to no turn, for prompts that begin alike. Then call `then`, once.
 
         `then` is called after COMMIT_PATIENCE_S at the latest. used: id of the checkpoint that they grew from.
@@ -402,17 +405,17 @@ class Writer:
         timer.start()
         self._work.put(work)
 
-    def abandon(self, checkpoints: Sequence[Pending]) -> None:
+    def abandon(self, checkpoints: Sequence[PendingCheckpoint]) -> None:
         """Forget checkpoints that get no turn."""
         self._work.put(lambda: self._forget(checkpoints))
 
-    def _forget(self, checkpoints: Sequence[Pending]) -> None:
+    def _forget(self, checkpoints: Sequence[PendingCheckpoint]) -> None:
         for number in (p.stored for p in checkpoints if p.stored is not None):
             self._ahead[number] -= 1
             if not self._ahead[number]:
                 del self._ahead[number]
 
-    def rewrite(self, turn: str, ids: Line, text: Passage, checkpoint: Pending) -> None:
+    def rewrite(self, turn: str, ids: Line, text: Passage, checkpoint: PendingCheckpoint) -> None:
         """Write the state after a turn as later requests render it. No request waits for it or needs it."""
 
         def work() -> None:
@@ -508,7 +511,7 @@ class Writer:
             log.warning("the store's log was not moved into its file: %s", err)
 
 
-class Condition:
+class StoreHealth:
     """The health of a store, as its writers see it. Thread-safe.
 
     Each loss is counted. The log says when losses begin and when they are over.
@@ -529,7 +532,7 @@ class Condition:
 
         A turn whose session was removed meanwhile does not count.
         """
-        if isinstance(err, Removed):
+        if isinstance(err, TurnRemoved):
             log.info("a turn was not stored: %s", err)
             return
         if turns:

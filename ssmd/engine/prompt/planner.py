@@ -12,19 +12,19 @@ from functools import lru_cache
 
 import numpy as np
 
-from ssmd.engine.prompt.rendering import Renderer, Shown
+from ssmd.engine.prompt.rendering import RenderedPrompt, Renderer
 from ssmd.engine.request import Request
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Manifest
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.line import NOTHING, Line, Passage
 from ssmd.sessions.match import known, with_ids_of
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import (
+    RenderedPrefix,
     SessionInfo,
-    Settled,
     StoreError,
     Turn,
     UnknownSession,
@@ -33,7 +33,7 @@ from ssmd.sessions.turn import (
     without,
 )
 from ssmd.text.messages import Message
-from ssmd.text.template import Given, Template
+from ssmd.text.template import Template, TemplateInput
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -50,13 +50,13 @@ class Prompt:
     text: Passage  # rendered and escaped; its beginning may be known by a hash only
     ids: Line  # at hand are at least those to feed; earlier ones may be known by a hash only
     stem: str | None  # the turn whose ids end where those at hand begin
-    settled: Settled | None  # as in the turn
+    settled: RenderedPrefix | None  # as in the turn
     system: int  # ids of the system prompt, at whose end prefill stops, state kept or not; 0: it does not stop
     info: SessionInfo | None  # the session to store it in; None: nothing is stored
     parent: str | None  # the turn it continues
     new: tuple[Message, ...]  # messages since the parent's answer, without a final assistant message
     begun: str  # text of that final assistant message
-    found: Found | None  # the checkpoint to start from
+    found: StoredCheckpoint | None  # the checkpoint to start from
     cut: int  # messages left out after the system prompt
     heard: Mapping[str, Sequence[Message]]  # by turn id: the client's copy of turns that were found altered
     reread: Callable[[], Prompt]  # builds the prompt from the request's messages alone, if stored data fail
@@ -93,19 +93,19 @@ class Planner:
 
         It reads one snapshot of the store.
         go_on: called now and then; what it raises passes through.
-        Raises Rejected: an unknown session, a template that refuses, a prompt too long for the context.
+        Raises Rejection: an unknown session, a template that refuses, a prompt too long for the context.
         """
         with self._renderer.while_wanted(go_on):
             return self._plan(request)
 
     def text(self, request: Request) -> str:
-        """Render a request's messages with the template, as plain text. Raises Rejected."""
+        """Render a request's messages with the template, as plain text. Raises Rejection."""
         return self._tokenizer.unescape(self._reread(request, self._alone(request), 0).text.own)
 
     def _plan(self, request: Request) -> Prompt:
         strangers = [t for t in request.sampling.logit_bias if t >= self._vocabulary]
         if strangers:
-            raise Rejected(
+            raise Rejection(
                 f"logit_bias names token {strangers[0]}, ids end at {self._vocabulary - 1}", param="logit_bias"
             )
         if request.sampling.dry is not None:
@@ -135,18 +135,20 @@ class Planner:
                 cut, shown = more, self._reread(request, place, more)
         return self._prompt(request, place, cut, shown, found)
 
-    def _reread(self, request: Request, place: _Place, cut: int) -> Shown:
+    def _reread(self, request: Request, place: _Place, cut: int) -> RenderedPrompt:
         """Render the prompt from the request's messages alone."""
         return self._renderer.whole(without(request.messages, cut), self._now(place), request.given)
 
-    def _prompt(self, request: Request, place: _Place, cut: int, shown: Shown, found: Found | None) -> Prompt:
+    def _prompt(
+        self, request: Request, place: _Place, cut: int, shown: RenderedPrompt, found: StoredCheckpoint | None
+    ) -> Prompt:
         if not len(shown.ids):
-            raise Rejected("the model's chat template renders these messages as an empty prompt", param="messages")
+            raise Rejection("the model's chat template renders these messages as an empty prompt", param="messages")
         if self._context is not None and len(shown.ids) >= self._context:
             more = 'shorten them, start a new conversation, or leave out the oldest with truncation: "auto"'
             if request.truncate:
                 more = "truncation left out all it can: shorten the system prompt or the last message"
-            raise Rejected(
+            raise Rejection(
                 f"this model's context is {self._context} tokens and the messages come to {len(shown.ids)} or more; "
                 f"{more}",
                 code="context_length_exceeded",
@@ -178,7 +180,7 @@ class Planner:
     def warm_up(self) -> None:
         """Plan a made-up conversation, so that template, tokenizer and queries are ready for the next request."""
         text = secrets.token_hex(12)
-        with contextlib.suppress(Rejected):
+        with contextlib.suppress(Rejection):
             self.plan(Request((Message("user", text), Message("assistant", text), Message("user", text)), store=False))
 
     def _alone(self, request: Request) -> _Place:
@@ -203,7 +205,7 @@ class Planner:
         log.warning("turn %s was altered: it is read again from the client's words", turn.id)
         return _Place(info, parent, length, request.messages[:length], heard)
 
-    def _more_cut(self, request: Request, place: _Place, cut: int, shown: Shown) -> int:
+    def _more_cut(self, request: Request, place: _Place, cut: int, shown: RenderedPrompt) -> int:
         """Return how many messages to leave out, at least `cut`, so that an answer has room."""
         if not request.truncate or self._context is None:
             return cut
@@ -216,8 +218,8 @@ class Planner:
             tokens_with=lambda more: len(self._reread(request, place, more).ids),
         )
 
-    def _show(self, request: Request, place: _Place, cut: int, stored: Snapshot) -> Shown:
-        """Render the prompt, with its stored beginning. Raises Rejected if the template refuses it."""
+    def _show(self, request: Request, place: _Place, cut: int, stored: Snapshot) -> RenderedPrompt:
+        """Render the prompt, with its stored beginning. Raises Rejection if the template refuses it."""
         turn, messages, now = place.turn, request.messages, self._now(place)
         if turn is None or place.heard:
             return self._reread(request, place, cut)
@@ -235,8 +237,8 @@ class Planner:
         return self._renderer.whole(without(messages, cut), now, request.given, turn, stored.above)
 
     def _found(
-        self, request: Request, place: _Place, cut: int, shown: Shown, stored: Snapshot
-    ) -> tuple[Found | None, Shown]:
+        self, request: Request, place: _Place, cut: int, shown: RenderedPrompt, stored: Snapshot
+    ) -> tuple[StoredCheckpoint | None, RenderedPrompt]:
         """Find the checkpoint to start from. Return it, and `shown` with all ids at hand that follow it."""
         session = None if place.info is None else place.info.id
         try:
@@ -260,7 +262,7 @@ class Planner:
             owner=owner,
         )
 
-    def _system(self, request: Request, shown: Shown, now: datetime) -> int:
+    def _system(self, request: Request, shown: RenderedPrompt, now: datetime) -> int:
         """Count the ids of a prompt's system prompt; 0 if they are few, or not ids of their own.
 
         Also 0 for a prompt that goes on from a turn: it makes no state of its system prompt.
@@ -274,7 +276,7 @@ class Planner:
         return len(tokens) if fits and np.array_equal(shown.ids.own[: len(tokens)], tokens.own) else 0
 
     def _render_beginning(
-        self, head: tuple[Message, ...], given: Given, now: datetime | None, owner: str
+        self, head: tuple[Message, ...], given: TemplateInput, now: datetime | None, owner: str
     ) -> tuple[str, Line]:
         """Render the beginning that all conversations with this system prompt, these tools and variables share.
 
@@ -283,11 +285,13 @@ class Planner:
         """
         try:
             text = self._renderer.beginning(head, now or datetime.now(UTC), given)
-        except Rejected:
+        except Rejection:
             return "", NOTHING
         return text, self._renderer.encode(text)
 
-    def settled(self, stored: Snapshot, turn: Turn, info: SessionInfo, given: Given) -> tuple[Shown, bool] | None:
+    def settled(
+        self, stored: Snapshot, turn: Turn, info: SessionInfo, given: TemplateInput
+    ) -> tuple[RenderedPrompt, bool] | None:
         """Render the beginning of all requests that go on from a stored turn.
 
         Returns it, and True if the turn's own text agrees with it; None if the template has no such text.
@@ -300,12 +304,12 @@ class Planner:
                 if agrees or turn.stem is None or self._renderer.apart(stored.turn(turn.stem), turn):
                     grown = turn.ids if agrees else turn.ids.up_to(turn.ids.start)
                     at = len(turn.text.own) if agrees else 0
-                    return Shown(text, grown.then(self._renderer.ids(text.own[at:])), turn.stem), agrees
+                    return RenderedPrompt(text, grown.then(self._renderer.ids(text.own[at:])), turn.stem), agrees
             path = stored.path(turn.id)
             if not _is_whole(path):
                 return None
             whole = self._renderer.end(without(conversation(path), turn.cut), info.clock, given)
-        except Rejected:
+        except Rejection:
             return None
         shown = self._renderer.ids_of(whole, turn, stored.above)
         agrees = shown.text.start == turn.text.start and self._renderer.agrees(shown.text, turn)
@@ -317,15 +321,15 @@ def _is_whole(path: Sequence[Turn]) -> bool:
     return all(t.sound for t in path) and path[0].parent is None
 
 
-def _unread(session: str, err: StoreError) -> Rejected:
+def _unread(session: str, err: StoreError) -> Rejection:
     """Build the error for a request whose session cannot be read: in a new session it would be another conversation."""
     if isinstance(err, UnknownSession):
         return _unknown(session)
-    return Rejected(str(err), status=503, code="store_error", retry_after_s=1)
+    return Rejection(str(err), status=503, code="store_error", retry_after_s=1)
 
 
-def _unknown(session: str) -> Rejected:
-    return Rejected(
+def _unknown(session: str) -> Rejection:
+    return Rejection(
         f"there is no session {session!r}; leave `session` out to start one, or list them at /ssmd/v1/sessions",
         status=404,
         code="session_not_found",

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ssmd.engine.prompt.planner import Prompt
-from ssmd.engine.request import Delta, Done, Event, Request
-from ssmd.engine.terms import Rejected
+from ssmd.engine.request import Delta, Event, Finish, Request
+from ssmd.engine.terms import Rejection
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.line import Ids, Line, Passage, as_ids
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -28,18 +28,18 @@ class RawPlanner:
         self._context, self._vocabulary = program.context, program.vocabulary
 
     def plan(self, request: Request, go_on: Callable[[], None] = lambda: None) -> Prompt:
-        """Plan the ids to feed and the state to start from. Raises Rejected, and what `go_on` raises."""
+        """Plan the ids to feed and the state to start from. Raises Rejection, and what `go_on` raises."""
         strangers = [t for t in request.sampling.logit_bias if t >= self._vocabulary]
         if strangers:
-            raise Rejected(
+            raise Rejection(
                 f"logit_bias names token {strangers[0]}, ids end at {self._vocabulary - 1}", param="logit_bias"
             )
         raw = request.raw
         given = self.ids(raw, at_most=self._context, go_on=go_on) if isinstance(raw, str) else self.checked(raw or ())
         if not len(given):
-            raise Rejected("the prompt is empty; the model needs at least one token to go on from", param=PARAM)
+            raise Rejection("the prompt is empty; the model needs at least one token to go on from", param=PARAM)
         if self._context is not None and len(given) >= self._context:
-            raise Rejected(
+            raise Rejection(
                 f"this model's context is {self._context} tokens and the prompt comes to {len(given)} or more; "
                 "shorten it",
                 code="context_length_exceeded",
@@ -58,7 +58,7 @@ class RawPlanner:
         at_most: int | None = None,
         go_on: Callable[[], None] = lambda: None,
     ) -> Ids:
-        """Return the ids of a text. Raises Rejected.
+        """Return the ids of a text. Raises Rejection.
 
         begin: put the tokenizer's beginning before it. controls: read the text of control tokens as control tokens.
         param: the field's name in errors. at_most: of a longer text, at least so many ids and not all are returned.
@@ -67,20 +67,20 @@ class RawPlanner:
         try:
             ids = tokenizer.ids(tokenizer.quote(text) if controls else tokenizer.escape(text), at_most, go_on)
         except TokenizerError as err:
-            raise Rejected(f"the model's tokenizer refuses this text: {err}", param=param) from err
+            raise Rejection(f"the model's tokenizer refuses this text: {err}", param=param) from err
         before = tokenizer.beginning if begin else ()
         if tuple(ids[: len(before)].tolist()) != before:  # the text may begin with it already
             ids = as_ids([*before, *ids.tolist()])
         return self.checked(ids, param)
 
     def checked(self, ids: Sequence[int] | Ids, param: str = PARAM) -> Ids:
-        """Return the ids as an array, if all are in the model's vocabulary. Raises Rejected."""
+        """Return the ids as an array, if all are in the model's vocabulary. Raises Rejection."""
         try:
             found = as_ids(ids)
         except (ValueError, OverflowError):
             found = None
         if found is None or (len(found) and int(found.max()) >= self._vocabulary):
-            raise Rejected(
+            raise Rejection(
                 f"{param} has a token id that this model does not have; ids go from 0 to {self._vocabulary - 1}",
                 code="invalid_value",
                 param=param,
@@ -106,7 +106,7 @@ class RawPlanner:
         raw = request.raw
         return raw if isinstance(raw, str) else self.written(raw or ())
 
-    def _found(self, request: Request, ids: Line) -> Found | None:
+    def _found(self, request: Request, ids: Line) -> StoredCheckpoint | None:
         if self._store is None:
             return None
         try:
@@ -116,7 +116,7 @@ class RawPlanner:
             log.error("the session store cannot be read, the prompt is read whole: %s", err)
             return None
 
-    def _prompt(self, ids: Line, found: Found | None) -> Prompt:
+    def _prompt(self, ids: Line, found: StoredCheckpoint | None) -> Prompt:
         return Prompt(
             text=Passage(""),
             ids=ids,
@@ -142,7 +142,7 @@ def echoing(deliver: Callable[[Event], None], text: str, choices: int) -> Callab
         if isinstance(event, Delta) and event.index in silent:
             silent.discard(event.index)
             deliver(Delta(event.index, text))
-        elif isinstance(event, Done):
+        elif isinstance(event, Finish):
             for index in sorted(silent):
                 deliver(Delta(index, text))
         deliver(event)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 
-from ssmd.engine.terms import Rejected
+from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Manifest
 from ssmd.sessions.line import Ids, Line, Passage
-from ssmd.sessions.turn import Settled, Turn
+from ssmd.sessions.turn import RenderedPrefix, Turn
 from ssmd.text.messages import Message
-from ssmd.text.telling import Telling, Told
-from ssmd.text.template import NOTHING_MORE, Given, Rendered, Template, TemplateError
+from ssmd.text.telling import AdaptedInput, MessageAdapter
+from ssmd.text.template import NOTHING_MORE, RenderedText, Template, TemplateError, TemplateInput
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 _VERSION = 1  # of the changes to messages before a template gets them
@@ -31,13 +31,13 @@ Above = Callable[[Turn], Turn | None]  # the turn above one, None at the root or
 
 
 @dataclass(frozen=True)
-class Shown:
+class RenderedPrompt:
     """A conversation as the model reads it. stem: the turn at whose end the text and ids held here begin."""
 
     text: Passage
     ids: Line
     stem: str | None
-    settled: Settled | None = None
+    settled: RenderedPrefix | None = None
 
 
 class Renderer:
@@ -51,7 +51,7 @@ class Renderer:
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer
         self._template = template
-        self._telling = Telling(template.source, tokenizer.escape, lambda: self._takes_system)
+        self._telling = MessageAdapter(template.source, tokenizer.escape, lambda: self._takes_system)
         parts = (
             _VERSION,
             manifest.files["tokenizer.json"].sha256,
@@ -65,8 +65,8 @@ class Renderer:
         """Return True if the rendered text may depend on the clock."""
         return "strftime_now" in self._template.source
 
-    def render(self, messages: Sequence[Message], now: datetime, given: Given = NOTHING_MORE) -> Rendered:
-        """Render the whole text. Raises Rejected if the template refuses the messages."""
+    def render(self, messages: Sequence[Message], now: datetime, given: TemplateInput = NOTHING_MORE) -> RenderedText:
+        """Render the whole text. Raises Rejection if the template refuses the messages."""
         told = self._telling.told(given)
         shown, added = self._telling.conversation(messages, told)
         try:
@@ -75,7 +75,7 @@ class Renderer:
             together = self._telling.alternating(messages, told)
             if len(together) < len(shown):
                 with suppress(TemplateError):
-                    return Rendered(self._template.render(together, now=now, given=told.given), None)
+                    return RenderedText(self._template.render(together, now=now, given=told.given), None)
             raise _refusal(err) from err
 
     @cached_property
@@ -97,37 +97,37 @@ class Renderer:
             _go_on.reset(before)
 
     def encode(self, text: str) -> Line:
-        """Return the ids of a whole text. Raises Rejected."""
+        """Return the ids of a whole text. Raises Rejection."""
         return Line(self.ids(text))
 
     def ids(self, text: str) -> Ids:
-        """Return the ids of a part of a text. Beyond a context's length, only enough to show that. Raises Rejected."""
+        """Return the ids of a part of a text. Beyond a context's length, only enough to show that. Raises Rejection."""
         try:
             ids = self._tokenizer.ids(text, self._context, _go_on.get())
         except TokenizerError as err:
-            raise Rejected(f"the model's tokenizer refuses these messages: {err}", param="messages") from err
+            raise Rejection(f"the model's tokenizer refuses these messages: {err}", param="messages") from err
         if len(ids) and (most := int(ids.max())) >= self._vocabulary:
             said = f"the model's tokenizer makes token {most} of these messages, the model's ids end at"
-            raise Rejected(f"{said} {self._vocabulary - 1}", param="messages")
+            raise Rejection(f"{said} {self._vocabulary - 1}", param="messages")
         return ids
 
     def whole(
         self,
         messages: Sequence[Message],
         now: datetime,
-        given: Given = NOTHING_MORE,
+        given: TemplateInput = NOTHING_MORE,
         turn: Turn | None = None,
         above: Above | None = None,
-    ) -> Shown:
+    ) -> RenderedPrompt:
         """Render a whole conversation, with stored ids for the deepest turn whose text it continues.
 
         Generated text need not tokenize back into the sampled ids, and those are the ids that the state saw.
-        turn: the stored turn that the conversation continues. Raises Rejected.
+        turn: the stored turn that the conversation continues. Raises Rejection.
         """
         rendered = self.render(messages, now, given)
         return replace(self.ids_of(rendered.text, turn, above), settled=self._settled(rendered, 0, given))
 
-    def ids_of(self, text: str, turn: Turn | None, above: Above | None) -> Shown:
+    def ids_of(self, text: str, turn: Turn | None, above: Above | None) -> RenderedPrompt:
         """Return a whole text with its ids: stored ids of the deepest turn that it continues, from `turn` upward."""
         for _ in range(_MAX_TRIED):
             if turn is None or above is None:
@@ -135,9 +135,9 @@ class Renderer:
             if self._goes_on(text, turn):
                 start = turn.text.start
                 passage = Passage(text[start:], start, turn.text.before)
-                return Shown(passage, turn.ids.then(self.ids(text[len(turn.text) :])), turn.stem)
+                return RenderedPrompt(passage, turn.ids.then(self.ids(text[len(turn.text) :])), turn.stem)
             turn = above(turn)
-        return Shown(Passage(text), self.encode(text), None)
+        return RenderedPrompt(Passage(text), self.encode(text), None)
 
     def _goes_on(self, text: str, turn: Turn) -> bool:
         """Return True if the text begins with a turn's text, can be encoded apart there, and can use its ids."""
@@ -149,8 +149,8 @@ class Renderer:
         return self._tokenizer.ends_at_control(text, end)
 
     def after(
-        self, turn: Turn, first: Message, new: Sequence[Message], now: datetime, given: Given = NOTHING_MORE
-    ) -> Shown | None:
+        self, turn: Turn, first: Message, new: Sequence[Message], now: datetime, given: TemplateInput = NOTHING_MORE
+    ) -> RenderedPrompt | None:
         """Render the end of a conversation that continues a turn: the turn's own text and the text of new messages.
 
         first: the conversation's first message. None if the template may have changed what it wrote before, or if the
@@ -164,11 +164,13 @@ class Renderer:
         if not text.startswith(turn.text.own) or not self._tokenizer.ends_at_control(text, end):
             return None
         ids = turn.ids.then(self.ids(text[end:]))
-        return Shown(Passage(text, base, turn.text.before), ids, turn.stem, self._settled(rendered, base, given))
+        return RenderedPrompt(
+            Passage(text, base, turn.text.before), ids, turn.stem, self._settled(rendered, base, given)
+        )
 
     def _after(
-        self, turn: Turn, first: Message, new: Sequence[Message], now: datetime, given: Given
-    ) -> Rendered | None:
+        self, turn: Turn, first: Message, new: Sequence[Message], now: datetime, given: TemplateInput
+    ) -> RenderedText | None:
         """Render from the beginning of the turn's own text on; `settled` counts from there."""
         settled, told = turn.settled, self._telling.told(given)
         if (
@@ -194,29 +196,29 @@ class Renderer:
             return None
         rendered = _without(found, added)
         moved = rendered.settled and replace(rendered.settled, characters=rendered.settled.characters + base)
-        return Rendered(turn.text.own[:base] + rendered.text, moved)
+        return RenderedText(turn.text.own[:base] + rendered.text, moved)
 
-    def _settled(self, rendered: Rendered, base: int, given: Given) -> Settled | None:
+    def _settled(self, rendered: RenderedText, base: int, given: TemplateInput) -> RenderedPrefix | None:
         found = rendered.settled
         if found is None:
             return None
-        return Settled(found.messages, found.characters + base, self._identified(self._telling.told(given)))
+        return RenderedPrefix(found.messages, found.characters + base, self._identified(self._telling.told(given)))
 
-    def _identified(self, told: Told) -> str:
+    def _identified(self, told: AdaptedInput) -> str:
         """Return a digest of all that a proof holds for: the template, and the tools and variables that it renders."""
         return hashlib.sha256((self._identity + told.key).encode()).hexdigest() if told.key else self._identity
 
-    def beginning(self, messages: Sequence[Message], now: datetime, given: Given = NOTHING_MORE) -> str:
+    def beginning(self, messages: Sequence[Message], now: datetime, given: TemplateInput = NOTHING_MORE) -> str:
         """Return the text rendered for these messages before any next user message, cut at its last control token."""
         a, b = (self.render([*messages, Message("user", probe)], now, given).text for probe in ("a", "b"))
         return a[: self._tokenizer.last_cut(a, _common(a, b))]
 
-    def end(self, messages: Sequence[Message], now: datetime, given: Given = NOTHING_MORE) -> str:
+    def end(self, messages: Sequence[Message], now: datetime, given: TemplateInput = NOTHING_MORE) -> str:
         """Return the text with which every continuation of these messages begins, as `rest`."""
         a, b = (self.render([*messages, probe], now, given) for probe in _probes(messages[-1]))
         return a.text[: self._end(a, b)]
 
-    def _end(self, a: Rendered, b: Rendered) -> int:
+    def _end(self, a: RenderedText, b: RenderedText) -> int:
         """Return where two renderings part that differ in the last message.
 
         If it is known where that message begins, the end is no later: continuations are rendered from there on.
@@ -224,7 +226,7 @@ class Renderer:
         common = _common(a.text, b.text)
         return self._tokenizer.last_cut(a.text, common if a.settled is None else min(common, a.settled.characters))
 
-    def rest(self, turn: Turn, first: Message, now: datetime, given: Given = NOTHING_MORE) -> Passage | None:
+    def rest(self, turn: Turn, first: Message, now: datetime, given: TemplateInput = NOTHING_MORE) -> Passage | None:
         """Return the beginning of every continuation of a turn, from its own text on; None if unknown."""
         a, b = (self._after(turn, first, [probe], now, given) for probe in _probes(turn.answer))
         if a is None or b is None or turn.settled is None or turn.settled.characters <= turn.text.start:
@@ -243,7 +245,7 @@ class Renderer:
         return bool(before) and self._tokenizer.ends_at_control(before + turn.text.own, len(before))
 
 
-def _without(rendered: Rendered, added: int) -> Rendered:
+def _without(rendered: RenderedText, added: int) -> RenderedText:
     """Return the rendering without the `added` messages in the counts. They were put before the conversation."""
     settled = rendered.settled
     if settled is None or not added:
@@ -259,8 +261,8 @@ def _probes(answer: Message) -> Iterator[Message]:
         yield Message("user", content) if call is None else Message("tool", content, tool_call_id=call)
 
 
-def _refusal(err: TemplateError) -> Rejected:
-    return Rejected(f"the model's chat template refuses these messages: {err}", param="messages")
+def _refusal(err: TemplateError) -> Rejection:
+    return Rejection(f"the model's chat template refuses these messages: {err}", param="messages")
 
 
 def _common(a: str, b: str) -> int:

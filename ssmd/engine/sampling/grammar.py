@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.engine.terms import Grammar, Rejected, Steps
+from ssmd.engine.terms import Grammar, Rejection, Steps
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Grammars:
     def read(self, grammar: Grammar) -> Guide:
         """Return the guide of an answer from its beginning on; use `Guide.copy` for each choice.
 
-        Raises Rejected, for a part of the grammar if that part is wrong by itself.
+        Raises Rejection, for a part of the grammar if that part is wrong by itself.
         """
         with self._making:
             guide = self._kept.pop(grammar, None)
@@ -93,7 +93,7 @@ class Grammars:
 
         if (size := len(grammar.text.encode())) > MAX_BYTES:
             said = f"{grammar.param} comes to a grammar of {size} bytes, at most {MAX_BYTES} are possible"
-            raise Rejected(said, code="invalid_value", param=grammar.param)
+            raise Rejection(said, code="invalid_value", param=grammar.param)
         schema = _schema_of(grammar.text)
         check_size(schema, grammar.param)
         with self._making:
@@ -108,7 +108,7 @@ class Grammars:
             why = _said(matcher) or "no answer is possible: it would never end, or this model's vocabulary has none"
             param = grammar.param + ("" if schema is None else place_of(schema, why))
             code = "invalid_value" if schema is None else "unsupported_schema"
-            raise Rejected(f"{param}: {why}", code=code, param=param)
+            raise Rejection(f"{param}: {why}", code=code, param=param)
         return guide
 
     def warm_up(self) -> Steps:
@@ -176,7 +176,7 @@ class Guide:
         return bool((self.mask() == 0).any())
 
     def mask(self) -> Floats:
-        """Return the values to add to the logits [V]: 0 for an allowed token, else -inf. Raises Rejected."""
+        """Return the values to add to the logits [V]: 0 for an allowed token, else -inf. Raises Rejection."""
         if self._making is not None:
             self._making.result()
             self._making = None
@@ -195,7 +195,7 @@ class Guide:
     def take(self, token: int, room: int = 0) -> list[int]:
         """Advance by an allowed token, and begin the next mask. Return the tokens that must follow.
 
-        They are taken too: at most `room`, and none if they are too few to be fed at once. Raises Rejected.
+        They are taken too: at most `room`, and none if they are too few to be fed at once. Raises Rejection.
         """
         self.mask()  # one thread at a time
         matcher, forced = self._matcher, list[int]()
@@ -219,11 +219,11 @@ class Guide:
             self._mask = np.empty((bits.size, 8), np.float32)
         np.take(_BITS, bits, axis=0, out=self._mask)
 
-    def _failed(self) -> Rejected:
+    def _failed(self) -> Rejection:
         why = _said(self._matcher)
         said = f"{self._param} cannot be followed any further: {why}"
         # A retry fails again. The grammar is at fault, unless a token was taken that it never allowed.
-        return Rejected(said, status=500 if _UNFIT in why else 400, code="grammar_failed", param=self._param)
+        return Rejection(said, status=500 if _UNFIT in why else 400, code="grammar_failed", param=self._param)
 
 
 class _Vocabulary:
@@ -325,7 +325,7 @@ def _said(matcher: LLMatcher) -> str:
 
 
 def check_size(schema: Any, param: str) -> None:
-    """Raise Rejected if reading a schema would take long or a deep stack. param: of the request."""
+    """Raise Rejection if reading a schema would take long or a deep stack. param: of the request."""
     patterns, references, named = 0, set[str](), False
     for count, (way, keyword, value) in enumerate(_keywords({"": schema}, "")):
         way = way.removeprefix('[""]')
@@ -353,7 +353,7 @@ def check_size(schema: Any, param: str) -> None:
 
 
 def _check_levels(schema: Any, references: Collection[str], named: bool, param: str) -> None:
-    """Raise Rejected if a schema nests too deeply. named: parts of it have an $id that references may use."""
+    """Raise Rejection if a schema nests too deeply. named: parts of it have an $id that references may use."""
     whole = levels = _levels(schema)
     counted = {id(schema)}
     for reference in references:
@@ -404,8 +404,8 @@ def _keywords(value: Any, way: str) -> Iterator[tuple[str, str, Any]]:
             yield from _keywords(inner, f"{way}[{i}]")
 
 
-def _unsupported(param: str, why: str) -> Rejected:
-    return Rejected(f"{param} {why}", code="unsupported_schema", param=param)
+def _unsupported(param: str, why: str) -> Rejection:
+    return Rejection(f"{param} {why}", code="unsupported_schema", param=param)
 
 
 def _is_kept(keyword: str, bound: float) -> bool:
@@ -442,7 +442,7 @@ def _levels(value: Any) -> int:
 
 
 def check_lark(text: str, param: str) -> None:
-    """Raise Rejected if reading a grammar would take long or a deep stack. param: of the request."""
+    """Raise Rejection if reading a grammar would take long or a deep stack. param: of the request."""
     if len(text.encode()) > MAX_LARK_BYTES or len(_RULE.findall(text)) > MAX_RULES:
         raise _wrong(param, f"is too large: {MAX_LARK_BYTES} bytes and {MAX_RULES} rules are possible in Lark")
     for found in _SCHEMA.finditer(text):
@@ -461,5 +461,5 @@ def held(text: str) -> str:
     return text + _ONE_BY_ONE if _ENDLESS.search(text) else text
 
 
-def _wrong(param: str, why: str) -> Rejected:
-    return Rejected(f"{param} {why}", code="invalid_value", param=param)
+def _wrong(param: str, why: str) -> Rejection:
+    return Rejection(f"{param} {why}", code="invalid_value", param=param)

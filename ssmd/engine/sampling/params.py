@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ssmd.engine.sampling.filters import Filters
 from ssmd.engine.sampling.penalties import Dry
-from ssmd.model.defaults import EVERYTHING, MAX_BREAKERS, MAX_INT, OPTIONS, Option
+from ssmd.model.defaults import ALL_TOKENS, MAX_BREAKERS, MAX_INT, OPTIONS, Option
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
@@ -66,7 +66,7 @@ class SamplingParams:
         windows = [] if self.repetition_penalty == 1.0 else [self.repeat_last_n]
         if self.dry is not None:
             windows.append(self.dry.last_n)
-        return length if EVERYTHING in windows else min(length, max(windows, default=0))
+        return length if ALL_TOKENS in windows else min(length, max(windows, default=0))
 
     @property
     def filters(self) -> Filters | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.model.defaults import EVERYTHING, OPTIONS
+from ssmd.model.defaults import ALL_TOKENS, OPTIONS
 
 BREAKERS = ("\n", ":", '"', "*")
 _LONGER = 50  # tokens of a match beyond the allowed length; a longer match is not followed further back
@@ -47,7 +47,7 @@ class DryPenalty:
         self._dry, self._breakers = dry, frozenset(breakers)
         self._longest = dry.allowed_length + _LONGER
         before = before if dry.prompt else before[:0]
-        ids = before if dry.last_n == EVERYTHING else before[-dry.last_n :]
+        ids = before if dry.last_n == ALL_TOKENS else before[-dry.last_n :]
         self._count = ids.size
         self._ids = np.concatenate([ids.astype(np.intp), np.empty(_MORE, np.intp)])
         self._same = np.zeros(self._ids.size, np.int32)  # length of the match that ends at each place
@@ -77,7 +77,7 @@ class DryPenalty:
     @property
     def _first(self) -> int:
         """Return the place at which the window begins."""
-        return 0 if self._dry.last_n == EVERYTHING else max(0, self._count - self._dry.last_n)
+        return 0 if self._dry.last_n == ALL_TOKENS else max(0, self._count - self._dry.last_n)
 
     def penalize(self, logits: Floats) -> None:
         """Lower the logits [V] of tokens that would repeat, in place."""
@@ -108,13 +108,13 @@ class Repetition:
     def __init__(self, penalty: float, last_n: int, before: NDArray[np.int32]) -> None:
         """Start behind a prompt.
 
-        last_n: size of the window, EVERYTHING for all. before: the prompt's ids [n], at least the last `last_n`.
+        last_n: size of the window, ALL_TOKENS for all. before: the prompt's ids [n], at least the last `last_n`.
         """
         self._penalty = np.float32(penalty)
         self._last_n = last_n
         self._known: set[int] | None = None
         ids = before[-last_n:]
-        if last_n == EVERYTHING:  # each id once: there may be very many tokens, and none of them leaves
+        if last_n == ALL_TOKENS:  # each id once: there may be very many tokens, and none of them leaves
             ids = np.unique(before)
             self._known = set(ids.tolist())
         self._ids = ids.astype(np.intp)

@@ -52,7 +52,7 @@ def stacked(memory: Memory, count: int, shape: tuple[int, ...]) -> NDArray[np.fl
     return parts
 
 
-class Lease:
+class MemoryLease:
     """The lifetime of lent memory. `np.asarray(lease)` is an array over `memory` and the base of all its views.
 
     The lease lives as long as any of them does.
@@ -109,7 +109,7 @@ class Snapshots:
         if block is None:
             block = aligned(self._nbytes)
         np.copyto(block, source)
-        lease = Lease(block)
+        lease = MemoryLease(block)
         weakref.finalize(lease, self._give_back, block).atexit = False
         return np.asarray(lease)
 

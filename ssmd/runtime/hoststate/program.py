@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.model.state import Part, State
-from ssmd.runtime.checked import CheckedProgram, Held
+from ssmd.runtime.checked import CheckedHandle, CheckedProgram
 from ssmd.runtime.hoststate.batches import Batch, Batches, LanesGraph, Notes, Stream
 from ssmd.runtime.hoststate.buffers import Memory, Snapshots, carve
 from ssmd.runtime.hoststate.caches import row_groups
@@ -40,7 +40,7 @@ _SPARE_SLOT_BYTES = 192 << 20  # most bytes of released handles that are kept fo
 
 
 @dataclass(eq=False, slots=True)
-class _Handle(Held):
+class _Handle(CheckedHandle):
     """A handle. side: the arena that holds the state now. A released handle has no slot."""
 
     slot: Slot

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssmd.machine import folder
-from ssmd.machine.progress import shown, tell
+from ssmd.machine.progress import show_progress, tell
 from ssmd.machine.size import show_size
 from ssmd.sessions.fsck.findings import Damage
 from ssmd.sessions.fsck.repair import check
@@ -68,7 +68,7 @@ def back_up(data_dir: Path, target: Path, *, states: bool = True, busy_ms: int =
         _check_private(target, copy)
         with closing(Store.open(data_dir, busy_ms=busy_ms)) as store, _explained(target, store.file):
             counted = _copy(store.file, copy, states)
-        with shown("checking the copy"):
+        with show_progress("checking the copy"):
             found = check(unfinished)
         if not found.damages and (found.sessions, found.turns, found.checkpoints) != counted:
             raise StoreError(f"the copy in {target} holds other rows than were copied; is its disk sound?")
@@ -164,7 +164,7 @@ def _check_room(connection: sqlite3.Connection, copy: Path, states: bool) -> Non
 
 def _copy_text(connection: sqlite3.Connection, states: bool) -> None:
     (last,) = connection.execute("SELECT coalesce(max(seq), 0) FROM live.turn").fetchone()
-    with shown("copying conversations"):
+    with show_progress("copying conversations"):
         _insert(connection, "session", "")
         for at in range(0, last, _AT_ONCE_TURNS):
             _insert(connection, "turn", "WHERE seq > ? AND seq <= ?", [(at, at + _AT_ONCE_TURNS)])
@@ -187,7 +187,7 @@ def _copy_states(connection: sqlite3.Connection) -> None:
         f"SELECT id, length(data) FROM live.segment WHERE id IN ({_LISTED}) ORDER BY id"  # noqa: S608 - as above
     ).fetchall()
     done, of = 0, sum(row[-1] for row in (*pieces, *segments))
-    with shown("copying states"):
+    with show_progress("copying states"):
         for table, rows, where in (
             ("piece", pieces, "WHERE checkpoint = ? AND first = ?"),
             ("segment", segments, "WHERE id = ?"),

@@ -21,7 +21,7 @@ from ssmd.sessions.files.document import (
 from ssmd.sessions.files.sessionfile import SessionFileReader
 from ssmd.sessions.files.turns import moment_of, read_turns
 from ssmd.sessions.line import NOTHING, Line
-from ssmd.sessions.rows.blobs import Encoded, encode
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, encode
 from ssmd.sessions.turn import NewTurn
 
 MAX_STATE_FACTOR = 4  # bytes of all states, each with the rows that it cannot share, over the size of the file
@@ -29,7 +29,7 @@ MAX_STATE_FACTOR = 4  # bytes of all states, each with the rows that it cannot s
 
 
 @dataclass(frozen=True)
-class Mark:
+class CheckpointPlace:
     """The place of a turn's checkpoint: after its first `position` ids."""
 
     turn: str
@@ -43,8 +43,8 @@ class Contents:
 
     clock: datetime
     turns: list[NewTurn]
-    checkpoints: list[Encoded]
-    marks: list[Mark]  # of the checkpoints whose ids are a turn's own
+    checkpoints: list[EncodedCheckpoint]
+    marks: list[CheckpointPlace]  # of the checkpoints whose ids are a turn's own
     stems: dict[str, str | None]  # by turn: the turn whose ids it continues
 
     def line(self, turn_id: str) -> Line:
@@ -87,11 +87,13 @@ def _spec(reader: SessionFileReader, expected: StateSpec | None) -> StateSpec | 
     return expected or spec  # they differ in dtypes at most, and the model's do not depend on the file
 
 
-def _checkpoints(reader: SessionFileReader, spec: StateSpec, ids: Sequence[_Fed], room: int) -> list[Encoded]:
+def _checkpoints(
+    reader: SessionFileReader, spec: StateSpec, ids: Sequence[_FedIds], room: int
+) -> list[EncodedCheckpoint]:
     """Check, read and encode the checkpoints, parents first. ids: of each of them. room: bytes that all may take."""
     document = reader.document
     made: list[tuple[FirstCheckpointEntry, NewCheckpoint, bytes]] = []
-    encoded: list[Encoded] = []
+    encoded: list[EncodedCheckpoint] = []
     most = room
     for i in sorted(range(len(ids)), key=lambda i: ids[i].position):
         entry, position = document.checkpoints[i], ids[i].position
@@ -122,7 +124,7 @@ def _checkpoints(reader: SessionFileReader, spec: StateSpec, ids: Sequence[_Fed]
 
 
 @dataclass(frozen=True)
-class _Fed:
+class _FedIds:
     """The ids that a checkpoint was fed: the first `position` ids of these parts. The last part is first."""
 
     position: int
@@ -147,7 +149,7 @@ class _Fed:
 
 def _fed(
     reader: SessionFileReader, turns: Sequence[NewTurn], stems: Mapping[str, str | None], vocabulary: int | None
-) -> list[_Fed]:
+) -> list[_FedIds]:
     """Return the ids that each checkpoint was fed."""
     known = {t.id: t for t in turns}
     found = []
@@ -158,12 +160,12 @@ def _fed(
             parts = _parts(stems, known, entry.turn)
             if entry.position > len(known[entry.turn].ids):
                 raise reader.error(f"checkpoint {i} at position {entry.position} is not within the ids of its turn")
-            found.append(_Fed(entry.position, parts))
+            found.append(_FedIds(entry.position, parts))
             continue
         ids = reader.ids(f"checkpoint.{i}.ids", vocabulary)
         if not len(ids):
             raise reader.error(f"checkpoint {i} has no ids: before the first token there is no state")
-        found.append(_Fed(len(ids), [Line(ids)]))
+        found.append(_FedIds(len(ids), [Line(ids)]))
     return found
 
 
@@ -177,7 +179,7 @@ def _parts(stems: Mapping[str, str | None], turns: Mapping[str, NewTurn], turn: 
     return parts
 
 
-def _marks(reader: SessionFileReader, fed: Sequence[_Fed], turns: Sequence[NewTurn]) -> list[Mark]:
+def _marks(reader: SessionFileReader, fed: Sequence[_FedIds], turns: Sequence[NewTurn]) -> list[CheckpointPlace]:
     """Return the places of checkpoints whose ids are a prefix of their turn's ids."""
     ends = {t.id: t.ids for t in turns}
     marks = []
@@ -185,7 +187,7 @@ def _marks(reader: SessionFileReader, fed: Sequence[_Fed], turns: Sequence[NewTu
         own = ends[entry.turn]
         within = own.start <= ids.position <= len(own) and own.hash(ids.position) == ids.hash(ids.position)
         if within or (isinstance(entry, CheckpointEntry) and ids.position <= len(own)):
-            marks.append(Mark(entry.turn, entry.kind, ids.position))
+            marks.append(CheckpointPlace(entry.turn, entry.kind, ids.position))
     return marks
 
 
@@ -203,7 +205,7 @@ def _rows_are_whole(reader: SessionFileReader, i: int, entry: FirstCheckpointEnt
 
 
 def _parent_among(
-    made: Sequence[tuple[FirstCheckpointEntry, NewCheckpoint, bytes]], entry: FirstCheckpointEntry, ids: _Fed
+    made: Sequence[tuple[FirstCheckpointEntry, NewCheckpoint, bytes]], entry: FirstCheckpointEntry, ids: _FedIds
 ) -> NewCheckpoint | None:
     """Return the deepest checkpoint made so far whose rows are the first of this one's, so that they can be shared."""
     for other, checkpoint, hashed in reversed(made):

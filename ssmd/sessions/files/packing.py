@@ -30,7 +30,7 @@ from ssmd.sessions.items import items_of
 from ssmd.sessions.line import Ids
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import turns as turn_rows
-from ssmd.sessions.rows.checkpoints import Stored
+from ssmd.sessions.rows.checkpoints import CheckpointRow
 from ssmd.sessions.rows.sessions import default_title
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Session, StoreError, Turn, title_problem
@@ -41,7 +41,7 @@ _MAX_REPEATED = 2  # bytes of rows that an import cannot share, over bytes of th
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """The result of an export. left_out: wanted states that did not fit into one file; their text is in it."""
 
     turns: int
@@ -50,7 +50,7 @@ class Exported:
     left_out: int = 0
 
 
-def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, states: States) -> Exported:
+def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, states: States) -> ExportResult:
     """Write a session to a file. Raises SessionFileError, StoreError.
 
     states: "newest" of the current path, "all" branches' newest, "none". States of another model than the one that
@@ -100,7 +100,7 @@ def pack(store: Store, connection: Connection, session: Session, out: BinaryIO, 
     for i, c in enumerate(stored):
         _write_state(store, connection, writer, i, c, numbers, written)
     writer.seal()
-    return Exported(len(tree), len(stored), out.seek(0, os.SEEK_END), left_out)
+    return ExportResult(len(tree), len(stored), out.seek(0, os.SEEK_END), left_out)
 
 
 def _default_title(tree: Sequence[Turn]) -> str:
@@ -113,7 +113,7 @@ def _write_state(
     connection: Connection,
     writer: SessionFileWriter,
     i: int,
-    c: Stored,
+    c: CheckpointRow,
     numbers: Mapping[int, int],
     written: set[int],
 ) -> None:
@@ -131,7 +131,7 @@ def _write_state(
                 writer.write(f"rows.{numbers[segment]}.{t.name}", rows.astype(DTYPES[dtype], copy=False))
 
 
-def _as_stored(c: Stored) -> StateSpec:
+def _as_stored(c: CheckpointRow) -> StateSpec:
     """Return the layout with dtypes that hold the stored values without loss."""
     rows = "float32" if any(s[3] == "float32" for s in c.segments) else "float16"
     return StateSpec(tuple(replace(t, dtype=c.dtype if t.recurrent else rows) for t in c.spec.tensors))
@@ -139,7 +139,7 @@ def _as_stored(c: Stored) -> StateSpec:
 
 def _chosen(
     connection: Connection, tree: Sequence[Turn], head: Turn, lineage: str, states: States
-) -> tuple[list[Stored], int]:
+) -> tuple[list[CheckpointRow], int]:
     """Return the checkpoints to write, those of the current path first; and the number of wanted ones left out."""
     if states == "none":
         return [], 0
@@ -171,7 +171,7 @@ def _path(above: Mapping[str, str | None], turn: str) -> list[str]:
     return path[::-1]
 
 
-def _sharing(stored: Sequence[Stored], own: int) -> list[Stored]:
+def _sharing(stored: Sequence[CheckpointRow], own: int) -> list[CheckpointRow]:
     """Leave out checkpoints with unshared rows that would make an import refuse the file.
 
     The first `own` are never left out.
@@ -179,7 +179,7 @@ def _sharing(stored: Sequence[Stored], own: int) -> list[Stored]:
     spec = stored[0].spec if stored else None
     unique = sum(t.nbytes_at(0) for t in spec.recurrent) * len(stored) if spec else 0
     unique += _rows_nbytes(spec, {s for c in stored for s in c.segments})
-    kept: list[Stored] = []
+    kept: list[CheckpointRow] = []
     seen: set[int] = set()
     repeated = 0
     for i, c in sorted(enumerate(stored), key=lambda x: (x[0] >= own, x[1].position)):
@@ -199,12 +199,12 @@ def _rows_nbytes(spec: StateSpec | None, segments: Iterable[tuple[int, int, int,
     return sum(t.nbytes_at(last - first) for t in (spec.rows if spec else ()) for _, first, last, _ in segments)
 
 
-def _checkpoint_entry(c: Stored, numbers: Mapping[int, int]) -> CheckpointEntry:
+def _checkpoint_entry(c: CheckpointRow, numbers: Mapping[int, int]) -> CheckpointEntry:
     fields = {"turn": c.turn, "kind": c.kind, "position": c.position, "build": c.build, "producer": c.producer}
     return CheckpointEntry.model_validate(fields | {"rows": [numbers[s[0]] for s in c.segments]})
 
 
-def _is_named(c: Stored, turns: Mapping[str, Turn]) -> bool:
+def _is_named(c: CheckpointRow, turns: Mapping[str, Turn]) -> bool:
     """Return True if a checkpoint's ids are a prefix of its turn's ids."""
     at = turns.get(c.turn)
     while at is not None and at.ids.start > c.position:

@@ -11,9 +11,9 @@ from ssmd.model.state import State
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import NewCheckpoint, Scope
-from ssmd.sessions.files.contents import Mark
+from ssmd.sessions.files.contents import CheckpointPlace
 from ssmd.sessions.line import Ids, Line
-from ssmd.sessions.rows.blobs import Encoded, encode
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, encode
 from ssmd.sessions.turn import NewTurn
 from ssmd.text.tokenizer import Tokenizer
 
@@ -48,12 +48,12 @@ class Rereader:
                 found[turn.id] = turn
         return set(found)
 
-    def compute(self, wanted: Iterable[tuple[Mark, Line]]) -> list[Encoded]:
+    def compute(self, wanted: Iterable[tuple[CheckpointPlace, Line]]) -> list[EncodedCheckpoint]:
         """Compute checkpoints at marks, each with all ids before it, parents first. They have no origin.
 
         A mark beyond the program's context is skipped. Branches are read from the start. Raises the program's errors.
         """
-        unique: dict[bytes, tuple[Mark, Ids]] = {}
+        unique: dict[bytes, tuple[CheckpointPlace, Ids]] = {}
         most = self.program.context
         for mark, line in wanted:
             ids = line.own[: max(0, mark.position)]
@@ -62,9 +62,9 @@ class Rereader:
         in_order = [unique[key] for key in sorted(unique)]  # common beginnings come together, the shorter ones first
         return self._read(in_order)
 
-    def _read(self, wanted: list[tuple[Mark, Ids]]) -> list[Encoded]:
+    def _read(self, wanted: list[tuple[CheckpointPlace, Ids]]) -> list[EncodedCheckpoint]:
         whole = _tokens_to_read([ids for _, ids in wanted])
-        done: list[Encoded] = []
+        done: list[EncodedCheckpoint] = []
         handle: Handle = None
         fed, read = np.empty(0, np.int32), 0
         parent: NewCheckpoint | None = None

@@ -15,17 +15,17 @@ from pydantic import ValidationError
 from ssmd.machine.room import SparingFile
 from ssmd.model.state import StateSpec
 from ssmd.sessions.files import contents
-from ssmd.sessions.files.packing import Exported, States, pack
+from ssmd.sessions.files.packing import ExportResult, States, pack
 from ssmd.sessions.files.rereading import Rereader
 from ssmd.sessions.files.sessionfile import SessionFileError, SessionFileReader, open_session_file
 from ssmd.sessions.line import NOTHING, SILENCE
-from ssmd.sessions.rows.blobs import Encoded
+from ssmd.sessions.rows.blobs import EncodedCheckpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalModel:
     """An installed model, which a session of its lineage must fit."""
 
     name: str
@@ -50,7 +50,7 @@ class ImportResult:
 
 def export_session(
     store: Store, session_id: str, file: Path, *, force: bool = False, states: States = "newest", spare: int = 0
-) -> Exported:
+) -> ExportResult:
     """Write a session to a new file (mode 0600): all its turns, and the newest checkpoints of its current path.
 
     states: "all" for those of every branch, "none" for the text alone. spare: bytes that it must leave free on the
@@ -94,7 +94,7 @@ def import_session(
     store: Store,
     file: Path,
     *,
-    local: Mapping[str, Local] | None = None,
+    local: Mapping[str, LocalModel] | None = None,
     believe: bool = True,
     rereader: Rereader | None = None,
 ) -> ImportResult:
@@ -115,7 +115,7 @@ def import_session(
         spec, vocabulary = (model.spec, model.vocabulary) if model else (None, None)
         found = contents.read(reader, spec=spec, vocabulary=vocabulary, states=believe and not stranger)
         dropped = len(reader.document.checkpoints) - len(found.checkpoints)
-    turns, computed = found.turns, list[Encoded]()
+    turns, computed = found.turns, list[EncodedCheckpoint]()
     if rereader is not None and rereader.scope.lineage == entry.lineage:
         spelled = rereader.spelled(turns, found.stems)
         marks = [m for m in found.marks or _usual_marks(turns, entry.head) if m.turn in spelled]
@@ -153,7 +153,7 @@ def import_session(
     )
 
 
-def _stranger(reader: SessionFileReader, local: Mapping[str, Local] | None) -> str:
+def _stranger(reader: SessionFileReader, local: Mapping[str, LocalModel] | None) -> str:
     """Return why no installed model can use the file's ids and states; "" if one can, or `local` is not known."""
     entry = reader.document.session
     if local is None or entry.lineage in local:
@@ -166,10 +166,10 @@ def _messages_alone(turn: NewTurn) -> NewTurn:
     return replace(turn, ids=NOTHING, text=SILENCE, prompt_tokens=0, cut=0)
 
 
-def _usual_marks(turns: list[NewTurn], head: str) -> list[contents.Mark]:
+def _usual_marks(turns: list[NewTurn], head: str) -> list[contents.CheckpointPlace]:
     """Return the places where an engine takes checkpoints of its last turn: a token before the answer, and its end."""
     last = next(t for t in turns if t.id == head)
     return [
-        contents.Mark(head, "user", last.prompt_tokens - 1),
-        contents.Mark(head, "turn", len(last.ids)),
+        contents.CheckpointPlace(head, "user", last.prompt_tokens - 1),
+        contents.CheckpointPlace(head, "turn", len(last.ids)),
     ]

@@ -31,7 +31,7 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Told:
+class ReadableTurn:
     """A turn that can be read."""
 
     parent: str | None
@@ -68,7 +68,7 @@ class Findings:
     replies: set[int] = field(default_factory=set)  # ids to remove
     turns: set[int] = field(default_factory=set)  # `seq` to remove
     broken: dict[str, str | None] = field(default_factory=dict)  # ids of turns to remove, each with its parent
-    told: dict[str, Told] = field(default_factory=dict)  # the other turns, parents first
+    told: dict[str, ReadableTurn] = field(default_factory=dict)  # the other turns, parents first
     unread: set[str] = field(default_factory=set)  # of these: turns that lose ids and text, and keep their messages
     reworded: set[str] = field(default_factory=set)  # of these: turns whose hashes are computed again
     sessions: set[int] = field(default_factory=set)  # `rowid` to remove

@@ -29,7 +29,7 @@ _PASSES = 5
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckReport:
     """The result of a check. damages: after a repair also its losses. kept: the torn file that was put aside."""
 
     damages: tuple[Damage, ...]
@@ -40,7 +40,7 @@ class Checked:
     kept: Path | None = None
 
 
-def check(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int = 2000) -> Checked:
+def check(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int = 2000) -> CheckReport:
     """Read everything and report the damages. Changes nothing. Raises StoreError if the store cannot be opened."""
     found: Findings | None = None
     try:
@@ -48,10 +48,10 @@ def check(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int =
             found = examine(connection, progress)
     except DamagedFile as err:  # perhaps raised only as the transaction ends
         found = found if found is not None and found.torn else Findings.of_torn_file(str(err.__cause__))
-    return Checked(tuple(found.damages), *found.counted)
+    return CheckReport(tuple(found.damages), *found.counted)
 
 
-def repair(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int = 2000) -> Checked:
+def repair(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int = 2000) -> CheckReport:
     """Check the store, and remove what is broken. No other process may use it meanwhile. Raises StoreError."""
     torn: list[Damage] = []
     kept = None
@@ -62,7 +62,7 @@ def repair(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int 
         kept, lost = salvage(data_dir, busy_ms)
         damages, counted = _repair_rows(data_dir, progress, busy_ms)
         damages = [*torn, *lost, *damages]
-    return Checked(tuple(damages), *counted, repaired=bool(damages), kept=kept)
+    return CheckReport(tuple(damages), *counted, repaired=bool(damages), kept=kept)
 
 
 def _repair_rows(data_dir: Path, progress: Progress, busy_ms: int) -> tuple[list[Damage], tuple[int, int, int]]:

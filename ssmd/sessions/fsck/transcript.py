@@ -13,7 +13,7 @@ from ssmd.sessions.fsck.findings import (
     AT_ONCE,
     Findings,
     Home,
-    Told,
+    ReadableTurn,
     is_count,
     is_moment,
     is_text,
@@ -68,7 +68,7 @@ def _name(row: Any) -> str:
     return f"turn {row.id!r} of session {row.session!r}"
 
 
-def _told(row: Any, above: Told | None, said: tuple[Message, ...], found: Findings) -> None:
+def _told(row: Any, above: ReadableTurn | None, said: tuple[Message, ...], found: Findings) -> None:
     """Check the rest of a turn whose messages can be read."""
     depth, length = (above.depth + 1, above.length) if above else (0, 0)
     chain = above.chain.then(said, above.said[-1].tool_calls) if above else Chain().then(said)
@@ -91,12 +91,12 @@ def _told(row: Any, above: Told | None, said: tuple[Message, ...], found: Findin
         found.add(_name(row), "its tokens do not continue those of its stem", "its messages are read again")
     created_at = row.created_at if is_time(row.created_at) else 0
     lineage = row.lineage if is_text(row.lineage) else ""
-    found.told[row.id] = Told(
+    found.told[row.id] = ReadableTurn(
         *(row.parent, row.session, row.seq, depth, length, chain, said, stem, ids, text, created_at, lineage)
     )
 
 
-def _goes_on(stem: Told | None, ids: Line, text: Passage) -> bool:
+def _goes_on(stem: ReadableTurn | None, ids: Line, text: Passage) -> bool:
     if stem is None or len(stem.ids) != ids.start or len(stem.text) != text.start:
         return False
     return stem.ids.hash(ids.start) == ids.before and stem.text.hash(text.start) == text.before

@@ -301,7 +301,7 @@ def unpack(packed: bytes, out: NDArray[Any]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class EncodedCheckpoint:
     """A checkpoint ready to be written. `parent`: an id, the key of one that is on its way to the store, or None."""
 
     scope: Scope
@@ -337,7 +337,7 @@ class Encoded:
     def has_data(self) -> bool:
         return all(b.data for b in (*self.pieces, *self.segments))
 
-    def without_data(self) -> Encoded:
+    def without_data(self) -> EncodedCheckpoint:
         """Drop the data once it is stored; the fields needed to link the checkpoint stay."""
 
         def emptied(blobs: tuple[Blob, ...]) -> tuple[Blob, ...]:
@@ -346,7 +346,7 @@ class Encoded:
         return replace(self, pieces=emptied(self.pieces), segments=emptied(self.segments))
 
 
-def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: StateSpec) -> Encoded:
+def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: StateSpec) -> EncodedCheckpoint:
     """Prepare and hash everything that committing `checkpoint` needs.
 
     It touches no database, and may run on any thread once the state is saved. Raises StateError if the state does not
@@ -376,7 +376,7 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
     if spec.rows and parent is not None:
         (parent_key,) = prefix_keys(scope.layout, scope.lineage, ids, [state.since])
     pieces, segments = cut(state, spec)
-    return Encoded(
+    return EncodedCheckpoint(
         scope=scope,
         producer=producer,
         kind=checkpoint.kind,

@@ -10,10 +10,10 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, delete, false, func, insert, or_, select, update
 
 from ssmd.model.state import StateSpec
-from ssmd.sessions.checkpoint import Found, Scope, digest, prefix_keys
+from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, digest, prefix_keys
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, anchors
-from ssmd.sessions.rows.blobs import Encoded, dtype_of
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of
 from ssmd.sessions.rows.holding import add_stored_bytes
 from ssmd.sessions.rows.parts import segments_of
 from ssmd.sessions.rows.schema import by, checkpoint, checkpoint_segment, layout, piece, seen, segment, turn_checkpoint
@@ -38,7 +38,7 @@ _LOOSE = (
 
 
 @dataclass(frozen=True)
-class Placed:
+class CheckpointResult:
     """The result of storing a checkpoint."""
 
     id: int | None  # None if it was not stored
@@ -81,7 +81,7 @@ _FITTING = (
 
 def find(
     connection: Connection, scope: Scope, ids: Line, session: str | None, domain: Domain, skip: Collection[int]
-) -> Found | None:
+) -> StoredCheckpoint | None:
     """Find the deepest checkpoint whose ids are a proper prefix of `ids`; among equally deep ones the build's own.
 
     It considers only checkpoints that the domain sees, and none before ids.start: the ids to feed after it must be at
@@ -101,13 +101,13 @@ def find(
             rows = connection.execute(_FITTING, wanted).all()
         for row in rows:
             if row.id not in skip:
-                return Found(row.id, row.position, row.build, row.producer, row.origin or None)
+                return StoredCheckpoint(row.id, row.position, row.build, row.producer, row.origin or None)
         keys, batch = keys[:-batch], _BATCH
     return None
 
 
 @dataclass(frozen=True)
-class Stored:
+class CheckpointRow:
     """A checkpoint as the database describes it. segments: (id, first, last, dtype) of its KV rows in order."""
 
     id: int
@@ -124,7 +124,7 @@ class Stored:
     spec: StateSpec
 
 
-def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) -> list[Stored]:
+def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) -> list[CheckpointRow]:
     """Return the deepest checkpoint of each kind that the turns of a path link to. path: turn ids, root first.
 
     All have one layout.
@@ -150,13 +150,13 @@ def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) ->
     return [_stored(connection, row.id, own[row.id]) for row in chosen.values()]
 
 
-def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Stored:
+def _stored(connection: Connection, checkpoint_id: int, turn: str) -> CheckpointRow:
     query = select(checkpoint, layout.c.tensors).join(layout, layout.c.digest == _c.layout)
     row = connection.execute(query.where(_c.id == checkpoint_id)).one()
     dtypes = connection.scalars(select(piece.c.dtype).where(piece.c.checkpoint == checkpoint_id).distinct()).all()
     columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.dtype)
     segments = connection.execute(segments_of(checkpoint_id, *columns))
-    return Stored(
+    return CheckpointRow(
         id=checkpoint_id,
         turn=turn,
         kind=row.kind,
@@ -172,10 +172,12 @@ def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Stored:
     )
 
 
-def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Sequence[str]) -> list[Placed]:
+def insert_checkpoints(
+    connection: Connection, new: Sequence[EncodedCheckpoint], turns: Sequence[str]
+) -> list[CheckpointResult]:
     """Write checkpoints and link them and their parents to their turns. A parent comes before its children."""
     now = time.time_ns() // 1000
-    placed: list[Placed] = []
+    placed: list[CheckpointResult] = []
     other_rows: set[int] = set()  # stored before, with KV rows of other calls than those that the new children saw
     for digest_, spec in {enc.scope.layout: enc.spec for enc in new}.items():
         if connection.execute(_KNOWN_LAYOUT, {"layout": digest_}).one_or_none() is None:
@@ -183,7 +185,7 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
     for enc in new:
         parent, why_not = _parent(connection, enc)
         if why_not:
-            placed.append(Placed(None, why_not=why_not))
+            placed.append(CheckpointResult(None, why_not=why_not))
             continue
         links = [enc.turn] if enc.turn is not None else list(turns)
         if parent is not None:
@@ -198,10 +200,10 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
             if there.digest != own:
                 other_rows.add(there.id)
             _link(connection, links, there.id, now)
-            placed.append(Placed(there.id, was_there=True))
+            placed.append(CheckpointResult(there.id, was_there=True))
             continue
         if not enc.has_data:
-            placed.append(Placed(None, why_not="it was removed before its turn came"))
+            placed.append(CheckpointResult(None, why_not="it was removed before its turn came"))
             continue
         mixed = parent is not None and enc.since > 0 and parent.id in other_rows
         new_id = _insert(connection, enc, parent.id if parent else None, own, now, mixed=mixed)
@@ -211,12 +213,14 @@ def insert_checkpoints(connection: Connection, new: Sequence[Encoded], turns: Se
             shared = [{"checkpoint": new_id, "segment": r.id} for r in rows]
             connection.execute(_NEW_LISTED, shared)
         _link(connection, links, new_id, now)
-        placed.append(Placed(new_id, nbytes=enc.nbytes))
+        placed.append(CheckpointResult(new_id, nbytes=enc.nbytes))
     add_stored_bytes(connection, sum(p.nbytes for p in placed))
     return placed
 
 
-def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes, now: int, *, mixed: bool) -> int:
+def _insert(
+    connection: Connection, enc: EncodedCheckpoint, parent: int | None, own: bytes, now: int, *, mixed: bool
+) -> int:
     values = {
         "key": enc.key,
         "anchor": enc.anchor,
@@ -254,7 +258,7 @@ def _insert(connection: Connection, enc: Encoded, parent: int | None, own: bytes
     return number
 
 
-def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
+def _parent(connection: Connection, enc: EncodedCheckpoint) -> tuple[Any, str]:
     """Return the parent's row, and why the checkpoint cannot be stored without it. Raises StoreError if it is wrong."""
     if enc.parent is None:
         return None, ""
@@ -272,7 +276,7 @@ def _parent(connection: Connection, enc: Encoded) -> tuple[Any, str]:
     return row, ""
 
 
-def named_as(connection: Connection, enc: Encoded, key: bytes) -> Any:
+def named_as(connection: Connection, enc: EncodedCheckpoint, key: bytes) -> Any:
     """Return the row with this key and the build, origin and owner of `enc`; None if there is none."""
     name = {"key": key, "build": enc.scope.build, "origin": enc.origin or "", "owner": enc.owner}
     return connection.execute(_NAMED, name).one_or_none()

@@ -19,10 +19,10 @@ from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import database, erasure, growth, holding, replies, retention, sessions, turns
-from ssmd.sessions.rows.blobs import Encoded, is_genuine
-from ssmd.sessions.rows.checkpoints import Placed, sweep
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, is_genuine
+from ssmd.sessions.rows.checkpoints import CheckpointResult, sweep
 from ssmd.sessions.rows.database import DiskFull
-from ssmd.sessions.rows.disk_space import Room
+from ssmd.sessions.rows.disk_space import DiskSpace
 from ssmd.sessions.rows.holding import batches, count_again
 from ssmd.sessions.rows.parts import DamagedState, read_parts, segments_of
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint
@@ -36,7 +36,7 @@ _LEAST_TEXT_BYTES = 1 << 30
 _COUNTED_WHEN_IDLE = 100  # sessions counted at once; some milliseconds each
 
 
-def check(session: SessionInfo, new: Sequence[NewTurn], checkpoints: Sequence[Encoded]) -> None:
+def check(session: SessionInfo, new: Sequence[NewTurn], checkpoints: Sequence[EncodedCheckpoint]) -> None:
     """Check that turns and checkpoints belong to one session. Raises StoreError."""
     if not new:
         raise StoreError("a commit needs at least one turn")
@@ -52,11 +52,11 @@ def write(
     connection: Connection,
     session: SessionInfo,
     new: Sequence[NewTurn],
-    checkpoints: Sequence[Encoded],
+    checkpoints: Sequence[EncodedCheckpoint],
     quota: int | None,
     reply: NewReply | None,
     heard: Mapping[str, Sequence[Message]],
-) -> list[Placed]:
+) -> list[CheckpointResult]:
     """Write turns (siblings, the first becomes the head) of a new or known session, as Store.commit describes."""
     for turn_id, said in heard.items():
         growth.heal(connection, turn_id, said)
@@ -71,7 +71,9 @@ def write(
     return placed
 
 
-def ends_placed(new: Sequence[NewTurn], checkpoints: Sequence[Encoded], placed: Sequence[Placed]) -> bool:
+def ends_placed(
+    new: Sequence[NewTurn], checkpoints: Sequence[EncodedCheckpoint], placed: Sequence[CheckpointResult]
+) -> bool:
     """Return True if the state at the end of each of these turns is stored."""
     ends = {c.turn for c, p in zip(checkpoints, placed, strict=True) if c.kind == "turn" and p.id is not None}
     return all(t.id in ends for t in new)
@@ -81,10 +83,10 @@ def attach(
     connection: Connection,
     session_id: str,
     new: Sequence[NewTurn],
-    checkpoints: Sequence[Encoded],
+    checkpoints: Sequence[EncodedCheckpoint],
     quota: int | None,
     reply: NewReply | None,
-) -> list[Placed]:
+) -> list[CheckpointResult]:
     """Write checkpoints of turns that are stored without them; none if one of those turns was removed meanwhile.
 
     reply: the reply that was written with the turns; it is updated to say if their states are stored.
@@ -92,7 +94,7 @@ def attach(
     turn_ids = [t.id for t in new]
     there = connection.scalars(select(turn_table.c.id).where(turn_table.c.id.in_(turn_ids))).all()
     if len(there) < len(turn_ids):
-        return [Placed(None, why_not="its turn was removed meanwhile") for _ in checkpoints]
+        return [CheckpointResult(None, why_not="its turn was removed meanwhile") for _ in checkpoints]
     placed = retention.place(connection, checkpoints, turn_ids, session_id, quota)
     if reply is not None:
         replies.update_reply(connection, reply, new, state_stored=ends_placed(new, checkpoints, placed))
@@ -100,8 +102,8 @@ def attach(
 
 
 def rewrite(
-    connection: Connection, turn_id: str, ids: Line, text: Passage, checkpoint: Encoded, quota: int | None
-) -> Placed | None:
+    connection: Connection, turn_id: str, ids: Line, text: Passage, checkpoint: EncodedCheckpoint, quota: int | None
+) -> CheckpointResult | None:
     """Replace the ids and the text of a turn, and the state after them; None if it is gone or was continued."""
     if not turns.is_leaf(connection, turn_id):
         return None
@@ -119,12 +121,12 @@ def adopt(
     connection: Connection,
     session: SessionInfo,
     new: Sequence[NewTurn],
-    checkpoints: Sequence[Encoded],
+    checkpoints: Sequence[EncodedCheckpoint],
     quota: int | None,
     *,
     head: str,
     title: str | None = None,
-) -> list[Placed]:
+) -> list[CheckpointResult]:
     """Write a whole session from elsewhere; parents stand before their children."""
     if turns.taken(connection, session.id, [t.id for t in new]):
         raise StoreError(f"session {session.id!r}, or one of its turns, is stored here already")
@@ -190,9 +192,11 @@ def _is_sound(connection: Connection, checkpoint_id: int, spec: StateSpec) -> bo
     return True
 
 
-def collect(engine: Engine, file: Path, room: Room, limit: int | None, *, dry_run: bool) -> retention.Collected:
+def collect(
+    engine: Engine, file: Path, room: DiskSpace, limit: int | None, *, dry_run: bool
+) -> retention.CollectionResult:
     """Remove checkpoints until those left take at most `limit` bytes. dry_run: only report what would go."""
-    done = retention.Collected(quota=limit)
+    done = retention.CollectionResult(quota=limit)
     with database.reading(engine, file) as connection:
         above = 0 if limit is None or dry_run else holding.stored_bytes(connection) - limit
     while True:
@@ -216,7 +220,7 @@ def collect(engine: Engine, file: Path, room: Room, limit: int | None, *, dry_ru
     return done
 
 
-def settle(engine: Engine, file: Path, room: Room) -> bool:
+def settle(engine: Engine, file: Path, room: DiskSpace) -> bool:
     """Count some of the sizes that sharing changed, and settle the log. Return True if more are to be counted."""
     with database.reading(engine, file) as connection:
         unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(1)
@@ -229,7 +233,7 @@ def settle(engine: Engine, file: Path, room: Room) -> bool:
     return counted == _COUNTED_WHEN_IDLE
 
 
-def _give_back(engine: Engine, file: Path, room: Room) -> None:
+def _give_back(engine: Engine, file: Path, room: DiskSpace) -> None:
     try:
         database.give_back(engine, file)
     except DiskFull:

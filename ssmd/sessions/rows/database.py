@@ -72,7 +72,7 @@ class _OpenFile:
         except FileNotFoundError as err:
             raise replaced(self._file, f"{err.filename} was removed") from None
         except OSError as err:  # of a failing disk, for example
-            raise unusable(self._file, err) from err
+            raise unusable_store(self._file, err) from err
         if (found.st_dev, found.st_ino) != self._identity:
             raise replaced(self._file, "another file was put in its place")
 
@@ -275,7 +275,7 @@ def _bare(engine: Engine) -> Iterator[Any]:
         finally:
             cursor.close()
     except OSError as err:
-        raise unusable(Path(str(engine.url.database)), err) from err
+        raise unusable_store(Path(str(engine.url.database)), err) from err
     finally:
         connection.close()
 
@@ -332,7 +332,7 @@ class ReplacedFile(StoreError):
     reason = "replaced"
 
 
-class Locked(StoreError):
+class StoreLocked(StoreError):
     """A store that another process holds longer than the caller waits."""
 
     reason = "locked"
@@ -364,8 +364,8 @@ def errors(file: Path) -> Iterator[None]:
 _KINDS = {
     sqlite3.SQLITE_CORRUPT: DamagedFile,
     sqlite3.SQLITE_NOTADB: DamagedFile,
-    sqlite3.SQLITE_BUSY: Locked,
-    sqlite3.SQLITE_LOCKED: Locked,
+    sqlite3.SQLITE_BUSY: StoreLocked,
+    sqlite3.SQLITE_LOCKED: StoreLocked,
     sqlite3.SQLITE_FULL: DiskFull,
 }
 _WITHOUT_FILE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)  # what a missing file gives
@@ -394,7 +394,7 @@ def disk_full(file: Path) -> DiskFull:
     )
 
 
-def unusable(file: Path, err: OSError) -> StoreError:
+def unusable_store(file: Path, err: OSError) -> StoreError:
     return StoreError(f"session store {file}: {err}; check the disk, and that the directory is still there")
 
 

@@ -45,7 +45,7 @@ def cut(data_dir: Path, left: int) -> bool:
     return False
 
 
-class Room:
+class DiskSpace:
     """The space of a database on its disk. From any thread, and beside other processes."""
 
     def __init__(self, engine: Engine, file: Path) -> None:

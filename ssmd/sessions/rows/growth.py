@@ -26,7 +26,7 @@ from ssmd.sessions.rows.turns import (
     to_micros,
     turn_of,
 )
-from ssmd.sessions.turn import NewTurn, Removed, Settled, StoreError, Turn, UnknownSession, check_id
+from ssmd.sessions.turn import NewTurn, RenderedPrefix, StoreError, Turn, TurnRemoved, UnknownSession, check_id
 from ssmd.text.messages import Message
 
 _MAX_STEMS = 64  # turns above a new one that are searched for its stem
@@ -87,7 +87,7 @@ def insert_turns(connection: Connection, turns: Sequence[NewTurn], lineage: str,
             try:
                 above = path.of(turn.parent)
             except UnknownSession as err:
-                raise Removed(f"turn {turn.id!r}: {err}; was its session removed meanwhile?") from err
+                raise TurnRemoved(f"turn {turn.id!r}: {err}; was its session removed meanwhile?") from err
             if above.session != turn.session and not _inherits(connection, turn.session, turn.parent):
                 raise StoreError(f"turn {turn.id!r} of session {turn.session!r} has a parent in {above.session!r}")
         check_unicode(turn)
@@ -148,7 +148,7 @@ def _grown(
     text: Passage,
     lineage: str,
     prompt_tokens: int,
-    settled: Settled | None,
+    settled: RenderedPrefix | None,
 ) -> dict[str, Any]:
     """Return the columns for a turn's ids and text: those of its stem come first, then its own."""
     stem = path.stem(parent, ids, text, lineage) if len(ids) else None
@@ -191,7 +191,7 @@ def rewrite(connection: Connection, turn_id: str, ids: Line, text: Passage) -> N
     row = dict(connection.execute(_ONE, {"turn": turn_id}).one()._mapping)
     settled = None
     if row["settled_messages"] is not None and text.start <= row["settled_characters"] <= len(text):
-        settled = Settled(row["settled_messages"], row["settled_characters"], row["template"])
+        settled = RenderedPrefix(row["settled_messages"], row["settled_characters"], row["template"])
     changed = _grown(path, old.parent, ids, text, old.lineage, min(row["prompt_tokens"], len(ids)), settled)
     _write(connection, row, changed)
 

@@ -19,7 +19,7 @@ Value = TypeVar("Value", int, str)
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldCheckpoint:
     """A checkpoint that a session keeps, and the bytes it takes."""
 
     id: int
@@ -33,7 +33,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Rows:
+class HeldSegment:
     """A segment that a session's checkpoints list. Counts may stop above the number of the session's checkpoints."""
 
     nbytes: int
@@ -42,7 +42,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Holding:
+class SessionHoldings:
     """All that a session keeps."""
 
     session: str
@@ -50,8 +50,8 @@ class Holding:
     bases: frozenset[str]  # its turns that forks begin at
     parents: Mapping[str, str | None]  # by turn in the order of writing: the turn above it
     depths: Mapping[str, int]  # turns above each turn
-    checkpoints: tuple[Held, ...]
-    segments: Mapping[int, Rows]
+    checkpoints: tuple[HeldCheckpoint, ...]
+    segments: Mapping[int, HeldSegment]
 
     def sizes(self) -> tuple[int, int]:
         """Add up (own, shared) bytes: what would be free if the session were removed, and what would not."""
@@ -116,7 +116,7 @@ _SECOND_SHARER = _SHARER.where(_t.session != bindparam("first"))
 _PINNED = select(_s.base).where(_s.pinned.is_(True), _s.root.in_(_ROOTS))
 
 
-def read_holding(connection: Connection, session_id: str) -> Holding:
+def read_holding(connection: Connection, session_id: str) -> SessionHoldings:
     """Read all that a session keeps, in a few queries.
 
     The time grows with the session's own checkpoints, not with the store.
@@ -135,31 +135,33 @@ def read_holding(connection: Connection, session_id: str) -> Holding:
     segments = _rows(connection, lists)
     pinned = _inherited_by_pinned(connection, session_id)
     held_fast = {row.id for row in rows if row.turn in pinned}
-    return Holding(
+    return SessionHoldings(
         session=session_id,
         head=connection.execute(_HEAD, mine).scalar_one(),
         bases=frozenset(connection.scalars(_BASES, mine)),
         parents={row.id: row.parent for row in turns},
         depths=depths,
         checkpoints=tuple(
-            Held(n, r.turn, r.kind, r.position, r.recurrent_nbytes, tuple(lists[n]), n in shared, n in held_fast)
+            HeldCheckpoint(
+                n, r.turn, r.kind, r.position, r.recurrent_nbytes, tuple(lists[n]), n in shared, n in held_fast
+            )
             for n, r in sorted(topmost.items())
         ),
         segments=segments,
     )
 
 
-def _rows(connection: Connection, lists: Mapping[int, Sequence[int]]) -> dict[int, Rows]:
+def _rows(connection: Connection, lists: Mapping[int, Sequence[int]]) -> dict[int, HeldSegment]:
     """Read the segments that these checkpoints list."""
     mine: dict[int, int] = {}
     for listed in lists.values():
         for number in listed:
             mine[number] = mine.get(number, 0) + 1
     most = len(lists) + 1
-    found: dict[int, Rows] = {}
+    found: dict[int, HeldSegment] = {}
     for some in batches(sorted(mine)):
         for row in connection.execute(_ROWS, {"some": some, "most": most}):
-            found[row.id] = Rows(row.nbytes, row.users, row.users)
+            found[row.id] = HeldSegment(row.nbytes, row.users, row.users)
     others = [number for number, rows in found.items() if rows.users != mine[number]]
     for some in batches(others):
         for number, linked in connection.execute(_LINKED_ROWS, {"some": some, "most": most}):

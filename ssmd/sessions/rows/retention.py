@@ -14,11 +14,11 @@ from sqlalchemy import Connection, bindparam, delete, exists, func, select, upda
 
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import tree
-from ssmd.sessions.rows.blobs import Encoded
-from ssmd.sessions.rows.checkpoints import Placed
+from ssmd.sessions.rows.blobs import EncodedCheckpoint
+from ssmd.sessions.rows.checkpoints import CheckpointResult
 from ssmd.sessions.rows.holding import (
-    Held,
-    Holding,
+    HeldCheckpoint,
+    SessionHoldings,
     add_stored_bytes,
     batches,
     count_again,
@@ -54,7 +54,7 @@ NEWEST = 2  # turns at the end of every path that keep all their checkpoints
 
 
 @dataclass
-class Freed:
+class FreedSpace:
     """Freed checkpoints. sessions: (bytes, checkpoints) that each session gave up."""
 
     nbytes: int = 0
@@ -72,7 +72,7 @@ class Freed:
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectionResult:
     """The result of a collection. sessions: (bytes, checkpoints) freed, by session. left: bytes of checkpoints left."""
 
     quota: int | None
@@ -81,12 +81,12 @@ class Collected:
     sessions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     left: int = 0
 
-    def and_then(self, more: Collected) -> Collected:
+    def and_then(self, more: CollectionResult) -> CollectionResult:
         sessions = dict(self.sessions)
         for one, (nbytes, count) in more.sessions.items():
             before = sessions.get(one, (0, 0))
             sessions[one] = (before[0] + nbytes, before[1] + count)
-        return Collected(
+        return CollectionResult(
             self.quota, self.nbytes + more.nbytes, self.checkpoints + more.checkpoints, sessions, more.left
         )
 
@@ -105,28 +105,28 @@ def loosen(connection: Connection, session_id: str) -> None:
     reopen(connection, list(connection.scalars(owners)))
 
 
-def collect(connection: Connection, quota: int | None, *, dry_run: bool) -> Collected:
+def collect(connection: Connection, quota: int | None, *, dry_run: bool) -> CollectionResult:
     """Remove one transaction's part of what exceeds the quota. dry_run: all of it, and then roll back."""
     before = stored_bytes(connection)
     over = 0 if quota is None else before - quota
     if over <= 0:
-        return Collected(quota, left=before)
+        return CollectionResult(quota, left=before)
     attempt = connection.begin_nested()
     freed = make_room(connection, over if dry_run else min(over, PART_BYTES), dry_run=dry_run)
     attempt.rollback() if dry_run else attempt.commit()
-    return Collected(quota, freed.nbytes, len(freed.checkpoints), freed.sessions, before - freed.nbytes)
+    return CollectionResult(quota, freed.nbytes, len(freed.checkpoints), freed.sessions, before - freed.nbytes)
 
 
 def make_room(
     connection: Connection, needed: int, keep: Collection[int] = (), *, ahead: int = 0, dry_run: bool = False
-) -> Freed:
+) -> FreedSpace:
     """Remove checkpoints until `needed` bytes are free, or only pinned sessions and `keep` are left.
 
     Time grows with what is removed, not with the store: sessions remember what was taken from them already.
     ahead: bytes that are thinned out beyond that, because searching a session takes time that grows with its turns.
     dry_run: only links are removed, and the caller rolls back.
     """
-    freed = Freed()
+    freed = FreedSpace()
     s = session_table.c
     for level in (EVERYTHING, THINNED):
         ready = select(s.id).where(s.pinned.is_(False), s.retained == level).order_by(s.last_used_at, s.id)
@@ -145,7 +145,7 @@ def make_room(
 
 
 def _take(
-    connection: Connection, session_id: str, level: int, needed: int, keep: Collection[int], freed: Freed
+    connection: Connection, session_id: str, level: int, needed: int, keep: Collection[int], freed: FreedSpace
 ) -> bool:
     """Take checkpoints from one session. Return True if it has nothing more to give at this level."""
     holding = read_holding(connection, session_id)
@@ -166,13 +166,13 @@ def _take(
 
 def empty(connection: Connection, session_id: str) -> int:
     """Remove a part of the checkpoints of a session that is to be removed, pinned or not. Returns the bytes freed."""
-    freed = Freed()
+    freed = FreedSpace()
     _take(connection, session_id, THINNED, PART_BYTES, (), freed)
     _remove(connection, freed)
     return freed.nbytes
 
 
-def _unlink(connection: Connection, session_id: str, gone: Sequence[Held]) -> None:
+def _unlink(connection: Connection, session_id: str, gone: Sequence[HeldCheckpoint]) -> None:
     mine = select(turn.c.id).where(turn.c.session == session_id)
     link = turn_checkpoint.c
     for some in batches([held.id for held in gone]):
@@ -181,7 +181,7 @@ def _unlink(connection: Connection, session_id: str, gone: Sequence[Held]) -> No
         connection.execute(delete(checkpoint_segment).where(checkpoint_segment.c.checkpoint.in_(some)))
 
 
-def _remove(connection: Connection, freed: Freed) -> None:
+def _remove(connection: Connection, freed: FreedSpace) -> None:
     for some in batches(freed.checkpoints):
         connection.execute(delete(checkpoint).where(checkpoint.c.id.in_(some)))
     for some in batches(freed.segments):
@@ -190,11 +190,12 @@ def _remove(connection: Connection, freed: Freed) -> None:
 
 
 def place(
-    connection: Connection, new: Sequence[Encoded], turns: Sequence[str], session_id: str, quota: int | None
-) -> list[Placed]:
+    connection: Connection, new: Sequence[EncodedCheckpoint], turns: Sequence[str], session_id: str, quota: int | None
+) -> list[CheckpointResult]:
     """Write checkpoints of a session and link them to its turns. Make room for them: the quota holds afterwards.
 
-    If pinned sessions leave no room, the newest checkpoint is kept if it fits, else none; `Placed.why_not` says so.
+    If pinned sessions leave no room, the newest checkpoint is kept if it fits, else none; `CheckpointResult.why_not`
+    says so.
     """
     if not new:
         return []
@@ -211,17 +212,17 @@ def place(
     if quota is not None and stored_bytes(connection) > quota:
         placed = _squeeze(connection, placed, session_id, quota)
     rest = iter(placed)
-    refused = Placed(None, why_not=f"it is larger than the quota of {quota} bytes")
+    refused = CheckpointResult(None, why_not=f"it is larger than the quota of {quota} bytes")
     return [refused if no else next(rest) for no in too_large]
 
 
-def place_ahead(connection: Connection, new: Encoded, quota: int | None) -> Placed:
+def place_ahead(connection: Connection, new: EncodedCheckpoint, quota: int | None) -> CheckpointResult:
     """Write a checkpoint before its turn, if there is room or room can be made. It stays until a turn links to it."""
     if quota is not None:
         over = stored_bytes(connection) + _incoming(connection, [new]) - quota
         keep = {new.parent} if isinstance(new.parent, int) else ()
         if new.nbytes > quota or (over > 0 and not _try_to_make_room(connection, over, keep, ahead=_ahead(quota))):
-            return Placed(None, why_not=f"the quota of {quota} bytes has no room for it yet")
+            return CheckpointResult(None, why_not=f"the quota of {quota} bytes has no room for it yet")
     return checkpoint_rows.insert_checkpoints(connection, [new], [])[0]
 
 
@@ -229,7 +230,7 @@ def _ahead(quota: int) -> int:
     return min(int(quota * _AHEAD), _MOST_AHEAD)
 
 
-def _incoming(connection: Connection, new: Iterable[Encoded]) -> int:
+def _incoming(connection: Connection, new: Iterable[EncodedCheckpoint]) -> int:
     """Count the bytes that are not stored already."""
     nbytes = 0
     for enc in new:
@@ -254,7 +255,7 @@ def _try_to_make_room(connection: Connection, needed: int, keep: Collection[int]
     return True
 
 
-def _adopted(connection: Connection, placed: Sequence[Placed], turns: Sequence[str]) -> int:
+def _adopted(connection: Connection, placed: Sequence[CheckpointResult], turns: Sequence[str]) -> int:
     """Count the bytes of checkpoints that were written ahead, for these turns."""
     fresh = {p.id for p in placed if not p.was_there}
     there = [p.id for p in placed if p.was_there and p.id is not None and p.id not in fresh]
@@ -264,8 +265,8 @@ def _adopted(connection: Connection, placed: Sequence[Placed], turns: Sequence[s
 def _book(
     connection: Connection,
     session_id: str,
-    new: Sequence[Encoded],
-    placed: Sequence[Placed],
+    new: Sequence[EncodedCheckpoint],
+    placed: Sequence[CheckpointResult],
     linked_turns: Sequence[str],
 ) -> None:
     """Note that the session grew: it has checkpoints to give again, and other sizes."""
@@ -286,7 +287,9 @@ def _book(
         count_again(connection, {session_id, *others})
 
 
-def _squeeze(connection: Connection, placed: Sequence[Placed], session_id: str, quota: int) -> list[Placed]:
+def _squeeze(
+    connection: Connection, placed: Sequence[CheckpointResult], session_id: str, quota: int
+) -> list[CheckpointResult]:
     """Make room for the last of the new checkpoints if there is none for all, or drop all of them."""
     made = [p.id for p in placed if p.id is not None and not p.was_there]
     gone: set[int] = set()
@@ -300,7 +303,7 @@ def _squeeze(connection: Connection, placed: Sequence[Placed], session_id: str, 
     else:
         make_room(connection, stored_bytes(connection) - quota)
     why_not = f"the quota of {quota} bytes leaves no room for it beside the pinned sessions"
-    return [Placed(None, why_not=why_not) if p.id in gone else p for p in placed]
+    return [CheckpointResult(None, why_not=why_not) if p.id in gone else p for p in placed]
 
 
 def _drop(connection: Connection, session_id: str, numbers: Collection[int]) -> None:
@@ -310,7 +313,7 @@ def _drop(connection: Connection, session_id: str, numbers: Collection[int]) -> 
         if held.id in numbers:
             ledger.let_go(held)
     _unlink(connection, session_id, ledger.gone)
-    freed = Freed()
+    freed = FreedSpace()
     freed.add(session_id, ledger)
     _remove(connection, freed)
     count_again(connection, {session_id})
@@ -340,12 +343,12 @@ def kept_when_thin(age: int, depth: int) -> bool:
     return age < NEWEST or depth % (1 << (age.bit_length() - 1)) == 0
 
 
-def thinned(holding: Holding) -> list[Held]:
+def thinned(holding: SessionHoldings) -> list[HeldCheckpoint]:
     """Return the checkpoints that a thinned session gives up, the oldest first."""
     old = ages(holding.parents, holding.bases)
     deepest = _deepest(holding)
 
-    def stays(held: Held) -> bool:
+    def stays(held: HeldCheckpoint) -> bool:
         if held.kind == "system" or old[held.turn] < NEWEST:
             return True
         # Of an old turn its end is enough: from there the messages of both its successors can be edited.
@@ -355,7 +358,7 @@ def thinned(holding: Holding) -> list[Held]:
     return sorted(gone, key=lambda h: (-old[h.turn], h.position))
 
 
-def leaving(holding: Holding) -> list[Held]:
+def leaving(holding: SessionHoldings) -> list[HeldCheckpoint]:
     """Return all checkpoints in the order in which an emptied session gives them up. The likeliest to be used is last.
 
     Likeliest are the ends of its current path and of what its forks began with.
@@ -369,13 +372,13 @@ def leaving(holding: Holding) -> list[Held]:
             at = holding.parents[at]
     deepest = _deepest(holding)
 
-    def worth(held: Held) -> tuple[bool, bool, int]:
+    def worth(held: HeldCheckpoint) -> tuple[bool, bool, int]:
         return held.turn in current, held.turn in ends and held.position == deepest[held.turn], held.position
 
     return sorted(holding.checkpoints, key=worth)
 
 
-def _deepest(holding: Holding) -> dict[str, int]:
+def _deepest(holding: SessionHoldings) -> dict[str, int]:
     """Return the position of the last checkpoint that was made for each turn."""
     found: dict[str, int] = {}
     for held in holding.checkpoints:
@@ -386,20 +389,20 @@ def _deepest(holding: Holding) -> dict[str, int]:
 class Ledger:
     """Adds up the bytes that are freed by giving up some of a session's checkpoints."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: SessionHoldings) -> None:
         self._nbytes = {number: s.nbytes for number, s in holding.segments.items()}
         self._users = {number: s.users for number, s in holding.segments.items()}
-        self.gone: list[Held] = []
+        self.gone: list[HeldCheckpoint] = []
         self.loose: list[int] = []  # segments that no checkpoint lists any more
         self.freed = 0
 
-    def gain(self, held: Held) -> int:
+    def gain(self, held: HeldCheckpoint) -> int:
         """Count the bytes that giving up a checkpoint frees: none if it is shared, no segments that others list."""
         if held.shared:
             return 0
         return held.nbytes + sum(self._nbytes[s] for s in held.segments if self._users[s] == 1)
 
-    def let_go(self, held: Held) -> None:
+    def let_go(self, held: HeldCheckpoint) -> None:
         self.freed += self.gain(held)
         self.gone.append(held)
         if not held.shared:
@@ -407,7 +410,7 @@ class Ledger:
             for s in held.segments:
                 self._users[s] -= 1
 
-    def thin(self, holding: Holding, needed: int, keep: Collection[int]) -> bool:
+    def thin(self, holding: SessionHoldings, needed: int, keep: Collection[int]) -> bool:
         """Give up old checkpoints until `needed` bytes are free. Return False if all are gone and it is not enough."""
         for held in thinned(holding):
             if self.freed >= needed:
@@ -416,7 +419,7 @@ class Ledger:
                 self.let_go(held)
         return self.freed >= needed
 
-    def empty(self, holding: Holding, needed: int, keep: Collection[int]) -> bool:
+    def empty(self, holding: SessionHoldings, needed: int, keep: Collection[int]) -> bool:
         """Give up all but `keep`, until `needed` bytes are free. Return False if that was not enough."""
         left = [held for held in leaving(holding) if held.id not in keep and not held.pinned]
         while self.freed < needed:

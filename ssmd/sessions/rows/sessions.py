@@ -47,10 +47,10 @@ from ssmd.sessions.rows.turns import (
 )
 from ssmd.sessions.turn import (
     NewTurn,
-    Removed,
     Session,
     SessionInfo,
     StoreError,
+    TurnRemoved,
     UnknownSession,
     check_id,
     title_problem,
@@ -80,7 +80,7 @@ _RUN = re.compile(r"[a-z0-9]+")
 
 
 @dataclass(frozen=True)
-class Titled:
+class TitleRow:
     """The columns of a session that a search compares first."""
 
     id: str
@@ -126,7 +126,7 @@ def read_sessions(
     return [_session(connection, row) for row in _in_order(connection, _SESSIONS, domain, limit, after)]
 
 
-def read_titles(connection: Connection, domain: Domain, after: str | None = None) -> list[Titled]:
+def read_titles(connection: Connection, domain: Domain, after: str | None = None) -> list[TitleRow]:
     """Read the sessions' columns for a search, in the order of `read_sessions`. Raises UnknownSession.
 
     10,000 take a moment.
@@ -134,7 +134,7 @@ def read_titles(connection: Connection, domain: Domain, after: str | None = None
     rows = _in_order(connection, _TITLES, domain, None, after)
     turns = [row.turns if isinstance(row.turns, int) else 0 for row in rows]
     return [
-        Titled(as_text(row.id), as_text(row.title), n, as_text(row.base) or None)
+        TitleRow(as_text(row.id), as_text(row.title), n, as_text(row.base) or None)
         for row, n in zip(rows, turns, strict=True)
     ]
 
@@ -212,7 +212,7 @@ def touch_session(connection: Connection, turns: Sequence[NewTurn], info: Sessio
         connection.execute(_TOUCHED, {"session": info.id, **{f"new_{n}": values[n] for n in _GOES_ON}})
         return
     if info.known or turns[0].parent is not None:
-        raise Removed(f"session {info.id!r} was removed meanwhile")
+        raise TurnRemoved(f"session {info.id!r} was removed meanwhile")
     insert_session(connection, turns, info, head=turns[0].id, now=now)
 
 
@@ -299,7 +299,7 @@ def default_title(messages: Sequence[Message]) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search. after: the session after which it continues; None: it is complete."""
 
     sessions: tuple[Session, ...]
@@ -313,7 +313,7 @@ def find(
     limit: int,
     after: str | None,
     within_s: float,
-) -> Found:
+) -> SearchResult:
     """Find the sessions that have all words of a text in their title or turns, most recently used first.
 
     limit: at most so many. after: only sessions that follow this one.
@@ -333,10 +333,10 @@ def find(
                 with contextlib.suppress(UnknownSession):  # it was removed just now
                     found.append(read_session(connection, id_, domain))
         if len(found) > limit:
-            return Found(tuple(found[:limit]), found[limit - 1].id)
+            return SearchResult(tuple(found[:limit]), found[limit - 1].id)
         if time.monotonic() > until and portion[-1] is not titles[-1]:
-            return Found(tuple(found), portion[-1].id)
-    return Found(tuple(found), None)
+            return SearchResult(tuple(found), portion[-1].id)
+    return SearchResult(tuple(found), None)
 
 
 def words_of(text: str) -> list[str]:
@@ -344,9 +344,9 @@ def words_of(text: str) -> list[str]:
     return list(dict.fromkeys(text.lower().split()))
 
 
-def _portions(sessions: Iterable[Titled]) -> Iterator[list[Titled]]:
+def _portions(sessions: Iterable[TitleRow]) -> Iterator[list[TitleRow]]:
     """Split sessions, in their order, into portions that are searched at once."""
-    portion: list[Titled] = []
+    portion: list[TitleRow] = []
     turns = 0
     for one in sessions:
         if portion and turns + one.turns > TURNS_AT_ONCE:
@@ -358,7 +358,7 @@ def _portions(sessions: Iterable[Titled]) -> Iterator[list[Titled]]:
         yield portion
 
 
-def _having(connection: Connection, sessions: Sequence[Titled], words: Sequence[str]) -> list[str]:
+def _having(connection: Connection, sessions: Sequence[TitleRow], words: Sequence[str]) -> list[str]:
     """Return the ids of the sessions in a portion that have all words, in their order."""
     missing = {one.id: {word for word in words if word not in one.title.lower()} for one in sessions}
     wanted = [id_ for id_, left in missing.items() if left]

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, literal, select
 
-from ssmd.sessions.checkpoint import Found, Scope
+from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line
 from ssmd.sessions.match import Echo, continues
@@ -42,7 +42,7 @@ class Snapshot:
         self._connection = connection
         self._domain = domain
 
-    def echoed(self, messages: Sequence[Message], session: str | None = None) -> Echoed | None:
+    def echoed(self, messages: Sequence[Message], session: str | None = None) -> EchoedTurn | None:
         """Find the stored conversation that a request continues. session: only in this session.
 
         Raises UnknownSession.
@@ -92,7 +92,7 @@ class Snapshot:
         session: str | None = None,
         *,
         skip: Collection[int] = (),
-    ) -> tuple[Found | None, Line, str | None]:
+    ) -> tuple[StoredCheckpoint | None, Line, str | None]:
         """Find the deepest usable checkpoint for a prompt: its ids are a prefix of `ids` and leave one to be fed.
 
         Returns (checkpoint, line, stem): the line has all ids at hand that are to be fed, and they begin at the end of
@@ -131,7 +131,7 @@ def resume(
     session: str | None,
     domain: Domain,
     skip: Collection[int],
-) -> tuple[Found | None, Line, str | None]:
+) -> tuple[StoredCheckpoint | None, Line, str | None]:
     """Return (checkpoint, line, stem): the deepest checkpoint for a prompt, and the ids that are to be fed after it.
 
     stem: the turn at whose end the ids at hand begin; None at the beginning. Only stored ids that are to be fed are
@@ -171,7 +171,7 @@ def _before(connection: Connection, ids: Line, stem: str, most: int) -> tuple[Li
 
 
 @dataclass(frozen=True)
-class Echoed:
+class EchoedTurn:
     """A stored turn that a request continues."""
 
     session: str
@@ -214,7 +214,7 @@ _ANYWHERE = select(turn_table.c.id, turn_table.c.depth, turn_table.c.root).where
 
 def read_echoed(
     connection: Connection, messages: Sequence[Message], session: str | None, domain: Domain
-) -> Echoed | None:
+) -> EchoedTurn | None:
     """Find the stored conversation that a request continues, among those that the domain sees.
 
     session: only in this session.
@@ -234,13 +234,13 @@ def read_echoed(
         for row in _verbatim_first(connection, rows, messages[: echo.lengths[places[rows[0].chain]]] if rows else ()):
             length = echo.lengths[places[row.chain]]
             if echo.chains[places[row.chain]].whole == row.whole:
-                return Echoed(row.session, row.id, length, None)
+                return EchoedTurn(row.session, row.id, length, None)
             path = read_path(connection, row.id)
             stored = tuple(m for turn in path for m in turn.conversation)
             if len(stored) != length or not all(turn.sound for turn in path):  # the chain proves the messages
-                return Echoed(row.session, row.id, length, tuple(messages[:length]))
+                return EchoedTurn(row.session, row.id, length, tuple(messages[:length]))
             if continues(messages, stored):
-                return Echoed(row.session, row.id, length, stored)
+                return EchoedTurn(row.session, row.id, length, stored)
     return None
 
 

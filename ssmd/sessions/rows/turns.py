@@ -20,7 +20,7 @@ from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.schema import checkpoint as checkpoint_table
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
-from ssmd.sessions.turn import NewTurn, Settled, StoreError, Turn, UnknownSession
+from ssmd.sessions.turn import NewTurn, RenderedPrefix, StoreError, Turn, UnknownSession
 from ssmd.text.messages import Message
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -143,7 +143,7 @@ def turn_of(row: Any) -> Turn:
         return _unsound(row, messages, answer)
     settled = None
     if row.settled_messages is not None:
-        settled = Settled(row.settled_messages, row.settled_characters, row.template)
+        settled = RenderedPrefix(row.settled_messages, row.settled_characters, row.template)
     return Turn(
         id=row.id,
         session=row.session,

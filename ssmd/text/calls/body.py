@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from ssmd.text.calls.parts import Arguments, Begun, Ended, Part
+from ssmd.text.calls.parts import CallArguments, CallEnd, CallStart, Part
 
 SPACES = " \t\r\n"
 State = Literal["open", "done", "failed"]
@@ -45,17 +45,17 @@ class Body(ABC):
             self.state = "failed"
 
     def _begun(self, name: str, out: list[Part]) -> None:
-        out.append(Begun(name))
+        out.append(CallStart(name))
         self._unsaid.clear()
         self.calling = True
 
     def _argued(self, text: str, out: list[Part]) -> None:
         if text:
             self._arguments.append(text)
-            out.append(Arguments(text))
+            out.append(CallArguments(text))
 
     def _ended(self, out: list[Part], *, whole: bool = True) -> None:
-        out.append(Ended(whole and _is_object("".join(self._arguments))))
+        out.append(CallEnd(whole and _is_object("".join(self._arguments))))
         self._unsaid.clear()
         self._arguments.clear()
         self.calling = False
@@ -69,7 +69,7 @@ class Body(ABC):
         self.state = "failed"
 
 
-class Several(Body):
+class CallSequence(Body):
     """The parser of calls one after the other. one: makes the parser of each call.
 
     opening, closing: text around all of them, or "". between: one of these characters stands between two calls.
@@ -114,7 +114,7 @@ class Several(Body):
         told = len(out)
         at = inner.push(text, at, out)
         self.calling = inner.calling
-        if any(isinstance(part, Begun) for part in out[told:]):
+        if any(isinstance(part, CallStart) for part in out[told:]):
             self._unsaid.clear()
         if inner.state == "done":
             self._inner, self._expects = None, "more"
@@ -134,7 +134,7 @@ class Several(Body):
         self.state = "done" if self._expects == "more" else "failed"
 
 
-class Chosen(Body):
+class NotationChoice(Body):
     """The parser of one of several notations, chosen by the first character or the first two; "" for all others."""
 
     def __init__(self, bodies: Mapping[str, Callable[[], Body]]) -> None:

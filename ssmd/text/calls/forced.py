@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ssmd.text.calls.formats import Format, Written
+from ssmd.text.calls.formats import CallSyntax, Format
 from ssmd.text.closed import closed
 from ssmd.text.markers import first
 from ssmd.text.messages import THINK_END
@@ -60,7 +60,7 @@ def forced(
     return "\n".join([f"start: {' '.join(filter(None, start))}", *rules]) + "\n"
 
 
-def _behind(format_: Format) -> Written:
+def _behind(format_: Format) -> CallSyntax:
     """Return the notation of calls after their first marker."""
     written, marker = format_.written, format_.openings[0]
     if written.opening.startswith(marker):

@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ssmd.text.calls.body import Body, Several
+from ssmd.text.calls.body import Body, CallSequence
 from ssmd.text.calls.json_object import JsonObject
-from ssmd.text.calls.named import ARGS, CALL_ID, Named
-from ssmd.text.calls.pythonic import Pythonic
+from ssmd.text.calls.named import ARGS, CALL_ID, NamedCall
+from ssmd.text.calls.pythonic import PythonicCall
 
 Names = Collection[str]
 _LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
-class Written:
+class CallSyntax:
     """The spelling of a format's forced calls: as its templates write them, with arguments in JSON.
 
     opening, closing: text around all calls. before, middle, after: text around the name and the arguments of one call.
@@ -47,7 +47,7 @@ class Format:
     name: str
     openings: tuple[str, ...]
     bodies: Mapping[str, Callable[[Names], Body]]
-    written: Written
+    written: CallSyntax
     closing: str = ""
     inner: tuple[str, ...] = ()
     bare: bool = False
@@ -68,21 +68,21 @@ def _object(names: Names) -> Body:
 
 
 def _list(names: Names) -> Body:
-    return Several(JsonObject, "[", ",", "]")
+    return CallSequence(JsonObject, "[", ",", "]")
 
 
 def _known(names: Names) -> Body:
     # No marker precedes these, and an answer may be JSON without being a call. So the tool's name must be known.
-    return Several(lambda: JsonObject(names), between=";")
+    return CallSequence(lambda: JsonObject(names), between=";")
 
 
-_pythonic = partial(Several, Pythonic, "[", ",", "]")
-_OBJECT = Written('{"name": "', '", "arguments": ', "}", ", ")
+_pythonic = partial(CallSequence, PythonicCall, "[", ",", "]")
+_OBJECT = CallSyntax('{"name": "', '", "arguments": ', "}", ", ")
 HERMES = Format(
     "hermes",
     ("<tool_call>",),
     {"[": _list, "": _object},
-    Written('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n"),
+    CallSyntax('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n"),
     "</tool_call>",
 )
 NEMOTRON = Format(
@@ -109,19 +109,19 @@ LLAMA_3 = Format(
     "llama 3",
     ("<|python_tag|>",),
     {"": _known},
-    Written('{"name": "', '", "parameters": ', "}", several=False),  # its templates refuse more than one
+    CallSyntax('{"name": "', '", "parameters": ', "}", several=False),  # its templates refuse more than one
     bare=True,
 )
 MISTRAL = Format(
     "mistral",
     ("[TOOL_CALLS]",),
-    {"[": _list, "{": _object, "": lambda names: Named()},
+    {"[": _list, "{": _object, "": lambda names: NamedCall()},
     replace(_OBJECT, opening="[TOOL_CALLS] [", closing="]"),
     inner=(CALL_ID, ARGS),
     prefix="",
     id_length=9,
 )
-MISTRAL_11 = replace(MISTRAL, name="mistral 11", written=Written("[TOOL_CALLS]", ARGS))
+MISTRAL_11 = replace(MISTRAL, name="mistral 11", written=CallSyntax("[TOOL_CALLS]", ARGS))
 FORMATS = (HERMES, NEMOTRON, GRANITE_3, LFM2, LLAMA_3, MISTRAL, MISTRAL_11)
 # Texts by which a template's format is recognised. The first one found in its source decides.
 _SIGNS = (

@@ -13,7 +13,7 @@ MOST = 256  # characters before the arguments
 _HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?\[ARGS\]")
 
 
-class Named(Body):
+class NamedCall(Body):
     """The parser of one call."""
 
     def __init__(self) -> None:

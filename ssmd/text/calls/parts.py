@@ -6,38 +6,38 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Said:
+class TextPart:
     """More of the content."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Thought:
+class ReasoningPart:
     """More of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Begun:
+class CallStart:
     """The beginning of a call of the tool of this name."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CallArguments:
     """More of the JSON text of the last call's arguments."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Ended:
+class CallEnd:
     """The end of the last call. whole: the call is complete, and its arguments are a JSON object."""
 
     whole: bool
 
 
-Part = Said | Thought | Begun | Arguments | Ended
+Part = TextPart | ReasoningPart | CallStart | CallArguments | CallEnd

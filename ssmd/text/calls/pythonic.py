@@ -150,7 +150,7 @@ class Literal:
             self.over = not self._open
 
 
-class Pythonic(Body):
+class PythonicCall(Body):
     """The parser of one call. The call is reported once its first argument has a name, or it has no arguments."""
 
     def __init__(self) -> None:

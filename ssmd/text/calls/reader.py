@@ -10,9 +10,9 @@ from collections.abc import Collection
 from functools import partial
 from typing import Literal
 
-from ssmd.text.calls.body import SPACES, Body, Chosen
+from ssmd.text.calls.body import SPACES, Body, NotationChoice
 from ssmd.text.calls.formats import Format
-from ssmd.text.calls.parts import Begun, Ended, Part, Said
+from ssmd.text.calls.parts import CallEnd, CallStart, Part, TextPart
 from ssmd.text.markers import first, may_become
 
 SEARCHED = 1024  # characters of a failed call that are searched for another call: searching all would be quadratic
@@ -163,11 +163,11 @@ class CallReader:
         self._spaces.clear()
         if text:
             self._said.append(text)
-            out.append(Said(text))
+            out.append(TextPart(text))
 
     def _open(self, marker: str) -> None:
         names = self._names
-        self._body = Chosen({head: partial(body, names) for head, body in self._format.bodies.items()})
+        self._body = NotationChoice({head: partial(body, names) for head, body in self._format.bodies.items()})
         self._marker, self._state = marker, "call"
 
     def _call(self, text: str, out: list[Part]) -> str:
@@ -184,10 +184,10 @@ class CallReader:
 
     def _note(self, parts: list[Part], out: list[Part]) -> None:
         for part in parts:
-            if isinstance(part, Begun):
+            if isinstance(part, CallStart):
                 self._spaces.clear()
                 self._marker = ""
-            elif isinstance(part, Ended):
+            elif isinstance(part, CallEnd):
                 self._over.append(part.whole)
         out += parts
 

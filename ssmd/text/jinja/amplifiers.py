@@ -12,7 +12,7 @@ from jinja2 import Environment
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.utils import pass_environment
 
-from ssmd.text.jinja.meter import Meter, TooMuch
+from ssmd.text.jinja.meter import LimitError, Meter
 
 MAX_COUNT = 10_000  # items of a batch or slice, and arguments of a call
 MAX_WIDTH = 999  # characters of a formatted field
@@ -61,7 +61,7 @@ class Amplifiers:
         }
 
     def check_method(self, owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Check a call of a string's method before it is made. Returns its arguments. Raises TooMuch."""
+        """Check a call of a string's method before it is made. Returns its arguments. Raises LimitError."""
         meter = self._meter()
         given = args
         args = args or tuple(kwargs[key] for key in ("tabsize", "sep") if key in kwargs)
@@ -82,14 +82,14 @@ class Amplifiers:
         return args if not kwargs else given
 
     def check_percent(self, text: str, values: Any) -> None:
-        """Check text % values before it is computed. Raises TooMuch."""
+        """Check text % values before it is computed. Raises LimitError."""
         at = text.find("%") + 1
         while at:
             if text.startswith("(", at):
                 at = _closing(text, at)
             widths = _PERCENT_WIDTHS.match(text, at)
             if widths and any(w and (w == "*" or len(w) > 3) for w in widths.groups()):
-                raise TooMuch(f"the chat template formats with a width of more than {MAX_WIDTH}")
+                raise LimitError(f"the chat template formats with a width of more than {MAX_WIDTH}")
             at = text.find("%", at) + 1
         meter = self._meter()
         count = text.count("%")
@@ -153,7 +153,7 @@ class Amplifiers:
     ) -> str:
         """Write JSON as transformers' tojson does: without HTML escapes, with json's own options."""
         if (len(indent) if isinstance(indent, str) else indent or 0) > MAX_INDENT:
-            raise TooMuch(f"tojson: indent is more than {MAX_INDENT}")
+            raise LimitError(f"tojson: indent is more than {MAX_INDENT}")
         pair = None if separators is None else (str(separators[0])[:16], str(separators[1])[:16])
         self._meter().fits(self._meter().size(x))
         text = json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
@@ -179,7 +179,7 @@ def _closing(text: str, at: int) -> int:
 def _counted(filter: Callable[..., Any]) -> Callable[..., Any]:
     def counted(value: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(n, int) and n > MAX_COUNT for n in (*args, *kwargs.values())):
-            raise TooMuch(f"the chat template asks for more than {MAX_COUNT} items at once")
+            raise LimitError(f"the chat template asks for more than {MAX_COUNT} items at once")
         return filter(value, *args, **kwargs)
 
     return counted
@@ -191,6 +191,6 @@ def _escape(value: Any) -> str:
 
 def _round(value: float, precision: int = 0, method: str = "common") -> float:
     if abs(int(precision)) > 300:
-        raise TooMuch("round: precision is more than 300")
+        raise LimitError("round: precision is more than 300")
     result: float = FILTERS["round"](value, precision, method)
     return result

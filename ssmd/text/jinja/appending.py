@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 from jinja2 import nodes
 from jinja2.runtime import LoopContext
 
-from ssmd.text.jinja.compiling import Appended, NotAppendable
+from ssmd.text.jinja.compiling import AppendError, AppendTransformer
 from ssmd.text.jinja.meter import Meter
-from ssmd.text.jinja.sandbox import Offered, Sandbox, TemplateNamespace
+from ssmd.text.jinja.sandbox import Sandbox, TemplateFunction, TemplateNamespace
 
 _BEFORE = -1  # the loop's turn while it has not begun
 
@@ -42,9 +42,9 @@ class Flow:
         self._meter = meter
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise NotAppendable, and remember it: Jinja's tests swallow what is raised in them."""
+        """Raise AppendError, and remember it: Jinja's tests swallow what is raised in them."""
         self.refused = True
-        raise NotAppendable(f"the chat template asks for {what}")
+        raise AppendError(f"the chat template asks for {what}")
 
     def open(self, start: int) -> Iterator[Mapping[str, Any]]:
         """Return an iterator over the messages from number `start` on, for the only loop over them."""
@@ -72,7 +72,7 @@ class Flow:
         self.peeked = False
 
 
-class Said:
+class MessageTail:
     """The list of messages from number `start` on, limited to the operations that a template may use."""
 
     __slots__ = ("_flow", "_start")
@@ -85,7 +85,7 @@ class Said:
         if isinstance(key, slice):
             more = 0 if key.start is None else key.start
             if key.stop is key.step is None and type(more) is int and more >= 0:
-                return Said(flow, start + more)
+                return MessageTail(flow, start + more)
         elif type(key) is int:
             if key == start == 0:
                 return flow.first
@@ -116,10 +116,10 @@ class Said:
         self._flow.refuse(f"messages.{name}")
 
 
-class Told:
+class MessageLoop:
     """The messages of a loop, one by one. missing: number of its first turns that are skipped."""
 
-    def __init__(self, said: Said) -> None:
+    def __init__(self, said: MessageTail) -> None:
         self.flow = said._flow
         self.missing = max(0, self.flow.skipped - said._start)
         self._iterator = self.flow.open(said._start)
@@ -137,7 +137,7 @@ class Told:
         if name == "first":
             return index0 == 0
         if name == "cycle":
-            return Offered(lambda *args: args[index0 % len(args)])
+            return TemplateFunction(lambda *args: args[index0 % len(args)])
         if name == "nextitem":
             self.flow.peeked = True
             return loop.nextitem
@@ -146,7 +146,7 @@ class Told:
         self.flow.refuse(f"loop.{name}")
 
 
-class KeptNamespace(TemplateNamespace):
+class IterationNamespace(TemplateNamespace):
     """A namespace that changes only in the turn of the loop in which it was made."""
 
     def __init__(self, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -168,9 +168,9 @@ class AppendingSandbox(Sandbox):
         super().__init__()
         self._flows = threading.local()
         self.globals |= {
-            "namespace": Offered(lambda *args, **kwargs: KeptNamespace(self.flow, args, kwargs)),
-            "cycler": Offered(lambda *_, **__: self.flow.refuse("a cycler")),
-            "joiner": Offered(lambda *_, **__: self.flow.refuse("a joiner")),
+            "namespace": TemplateFunction(lambda *args, **kwargs: IterationNamespace(self.flow, args, kwargs)),
+            "cycler": TemplateFunction(lambda *_, **__: self.flow.refuse("a cycler")),
+            "joiner": TemplateFunction(lambda *_, **__: self.flow.refuse("a joiner")),
         }
         self.tests["sameas"] = self._same
 
@@ -188,7 +188,7 @@ class AppendingSandbox(Sandbox):
     def each(self, items: Any) -> Any:
         """Return the iterable of a loop that writes to the output and has no other loop around it."""
         self.flow.looping = False
-        return Told(items) if isinstance(items, Said) else items
+        return MessageLoop(items) if isinstance(items, MessageTail) else items
 
     def mark(self) -> None:
         """Begin a turn of such a loop."""
@@ -203,12 +203,12 @@ class AppendingSandbox(Sandbox):
 
     def of_loop(self, loop: Any, name: str) -> Any:
         """Read an attribute of `loop`."""
-        if isinstance(loop, LoopContext) and isinstance(loop._iterable, Told):
+        if isinstance(loop, LoopContext) and isinstance(loop._iterable, MessageLoop):
             return loop._iterable.attribute(loop, name)
         return self.getattr(loop, name)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template: nodes.Template = Appended().visit(super()._parse(source, name, filename))
+        template: nodes.Template = AppendTransformer().visit(super()._parse(source, name, filename))
         return template
 
     def _same(self, value: Any, other: Any) -> bool:

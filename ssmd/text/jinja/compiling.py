@@ -39,7 +39,7 @@ class Ticks(NodeTransformer):
         return node
 
 
-class NotAppendable(SecurityError):
+class AppendError(SecurityError):
     """A template's use of a value that later messages could change, or of a message that was skipped."""
 
 
@@ -54,8 +54,8 @@ _CARRY_NOTHING = (
 # fmt: on
 
 
-class Appended(NodeTransformer):
-    """A visitor that routes a loop's iterable and `loop` through the sandbox. Raises NotAppendable if it cannot.
+class AppendTransformer(NodeTransformer):
+    """A visitor that routes a loop's iterable and `loop` through the sandbox. Raises AppendError if it cannot.
 
     A loop is in the flow if it writes straight to the template's output, and no other loop is around it.
     """
@@ -65,7 +65,7 @@ class Appended(NodeTransformer):
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(node, _CARRY_NOTHING):  # blocks, imports, autoescape
-            raise NotAppendable(f"the chat template has a {type(node).__name__}")
+            raise AppendError(f"the chat template has a {type(node).__name__}")
         return super().visit(node, *args, **kwargs)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
@@ -89,7 +89,7 @@ class Appended(NodeTransformer):
         if node.ctx != "load":
             return node
         if node.name == "loop":
-            raise NotAppendable("the chat template passes a loop on")
+            raise AppendError("the chat template passes a loop on")
         return _call("asked", node) if node.name == "add_generation_prompt" else node
 
     def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
@@ -174,7 +174,7 @@ class MeteredCode(CodeGenerator):
             super().visit_Getitem(node, frame)
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """transformers' tag {% generation %} … {% endgeneration %}, a mark for training. It renders just its contents."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's way

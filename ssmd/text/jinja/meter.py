@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.001  # shortest time between reads of the thread's CPU clock
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, dict, type({}.keys()), type({}.values()), type({}.items()))
 
 
-class TooMuch(SecurityError):
+class LimitError(SecurityError):
     """A template that exceeds a limit."""
 
 
@@ -49,14 +49,14 @@ class Meter:
     # Called by compiled templates, as `meter_tick` and `meter_made`.
 
     def tick(self) -> bool:
-        """Count a step, such as a turn of a loop or a call of a macro. Raises TooMuch when the time is up."""
+        """Count a step, such as a turn of a loop or a call of a macro. Raises LimitError when the time is up."""
         self._ticks += 1
         if self._ticks % CHECK_EVERY == 0:
             self.check_time()
         return True
 
     def made(self, value: Any) -> Any:
-        """Count a value that was made or is printed, and return it. Raises TooMuch if it or the sum is too large."""
+        """Count a value that was made or is printed, and return it. Raises LimitError if it or the sum is too large."""
         kind = type(value)
         if kind is bool:
             new = 1
@@ -71,7 +71,7 @@ class Meter:
                 new = len(value)
         self._work_left -= new
         if self._work_left < 0:
-            raise TooMuch("the chat template makes too many values")
+            raise LimitError("the chat template makes too many values")
         self._ticks += 1
         if new > 10_000 or self._ticks % CHECK_EVERY == 0:
             self.check_time()
@@ -85,25 +85,25 @@ class Meter:
         left = self._deadline - time.thread_time()
         self._look = time.perf_counter() + max(left, LOOK_EVERY_S)
         if left < 0:
-            raise TooMuch(f"the chat template runs for more than {self._seconds:g} s")
+            raise LimitError(f"the chat template runs for more than {self._seconds:g} s")
 
     def fits(self, size: int) -> None:
-        """Check the size of a value before it is made. Raises TooMuch."""
+        """Check the size of a value before it is made. Raises LimitError."""
         if size > self.limit:
-            raise TooMuch(f"the chat template makes a value of more than {self.limit} characters")
+            raise LimitError(f"the chat template makes a value of more than {self.limit} characters")
 
     def wrote(self, size: int) -> None:
-        """Count characters that were put out. Raises TooMuch."""
+        """Count characters that were put out. Raises LimitError."""
         self.written += size
         self.fits(self.written)
 
     def size(self, value: Any, depth: int = 0) -> int:
-        """Return the value's size if it were written out. Raises TooMuch as soon as it exceeds the limit."""
+        """Return the value's size if it were written out. Raises LimitError as soon as it exceeds the limit."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):
             if value.bit_length() > MAX_BITS:
-                raise TooMuch(f"the chat template computes a number of more than {MAX_BITS} bits")
+                raise LimitError(f"the chat template computes a number of more than {MAX_BITS} bits")
             return 1
         if not isinstance(value, _CONTAINERS):
             return 1
@@ -111,7 +111,7 @@ class Meter:
         if known is not None:
             return known[1]
         if depth > MAX_DEPTH:
-            raise TooMuch(f"the chat template nests values more than {MAX_DEPTH} deep")
+            raise LimitError(f"the chat template nests values more than {MAX_DEPTH} deep")
         parts: Iterable[Any] = value
         if isinstance(value, dict):
             parts = [*value.keys(), *value.values()]

@@ -22,8 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, sa
 from jinja2.utils import Cycler, Joiner, Namespace
 
 from ssmd.text.jinja.amplifiers import MAX_COUNT, MAX_WIDTH, Amplifiers
-from ssmd.text.jinja.compiling import Generation, MeteredCode, Ticks
-from ssmd.text.jinja.meter import MAX_BITS, Meter, TooMuch
+from ssmd.text.jinja.compiling import GenerationTag, MeteredCode, Ticks
+from ssmd.text.jinja.meter import MAX_BITS, LimitError, Meter
 
 # fmt: off
 STR_METHODS = frozenset((
@@ -46,7 +46,7 @@ _JINJAS = ("_loop_vars", "_block_vars")  # arguments that compiled templates add
 _CALLABLE_OBJECTS = (Macro, LoopContext, Joiner, BlockReference, Undefined)
 
 
-class Offered:
+class TemplateFunction:
     """A function that templates may call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -56,7 +56,7 @@ class Offered:
         return self._function(*args, **kwargs)
 
 
-class TemplateDict(Offered):
+class TemplateDict(TemplateFunction):
     """The type `dict` of templates: it can be called and has `fromkeys`, but no other member of the type.
 
     Each key counts as a step on the meter, as a key is compared with all others of the same hash.
@@ -121,7 +121,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", Generation],
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
             optimized=False,
         )
         self.code_generator_class = MeteredCode
@@ -129,12 +129,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._amplifiers = Amplifiers(lambda: self.meter)
         self.filters = {name: self._metered(filter) for name, filter in self._amplifiers.filters().items()}
         self.globals = {
-            "range": Offered(safe_range),
+            "range": TemplateFunction(safe_range),
             "dict": TemplateDict(lambda: self.meter),
-            "namespace": Offered(TemplateNamespace),
-            "cycler": Offered(Cycler),
-            "joiner": Offered(Joiner),
-            "raise_exception": Offered(_raise),
+            "namespace": TemplateFunction(TemplateNamespace),
+            "cycler": TemplateFunction(Cycler),
+            "joiner": TemplateFunction(Joiner),
+            "raise_exception": TemplateFunction(_raise),
         }
 
     @property
@@ -190,7 +190,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         meter.tick()
         numbers = isinstance(left, int) and isinstance(right, int)
         if operator == "**" and numbers and left.bit_length() * abs(right) > MAX_BITS:
-            raise TooMuch(f"the chat template computes a number of more than {MAX_BITS} bits")
+            raise LimitError(f"the chat template computes a number of more than {MAX_BITS} bits")
         if operator == "*" and not numbers:
             times, what = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(times, int):
@@ -204,7 +204,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         meter = __self.meter
         if len(args) + len(kwargs) > MAX_COUNT:
-            raise TooMuch(f"the chat template calls with more than {MAX_COUNT} arguments")
+            raise LimitError(f"the chat template calls with more than {MAX_COUNT} arguments")
         meter.fits(sum(map(meter.size, args)) + sum(map(meter.size, kwargs.values())))
         if isinstance(__obj, types.BuiltinMethodType):
             owner, name = __obj.__self__, __obj.__name__
@@ -218,7 +218,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(__obj, types.MethodType):
             if not isinstance(__obj.__self__, _METHOD_OWNERS):
                 raise SecurityError(f"chat templates cannot call {__obj.__name__}")
-        elif not isinstance(__obj, (Offered, *_CALLABLE_OBJECTS)):
+        elif not isinstance(__obj, (TemplateFunction, *_CALLABLE_OBJECTS)):
             raise SecurityError(f"chat templates cannot call a {type(__obj).__name__}")
         return __self.made(super().call(__context, __obj, *args, **kwargs))
 
@@ -234,7 +234,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             formatter = _MeteredFormatter(self)
             return formatter.vformat(text, () if mapped else args, args[0] if mapped and args else kwargs)
 
-        return Offered(format_text)
+        return TemplateFunction(format_text)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template: nodes.Template = Ticks().visit(super()._parse(source, name, filename))
@@ -270,7 +270,7 @@ class _MeteredFormatter(SandboxedFormatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if re.search(r"\d{4,}", format_spec):
-            raise TooMuch(f"the chat template formats with a width of more than {MAX_WIDTH}")
+            raise LimitError(f"the chat template formats with a width of more than {MAX_WIDTH}")
         text: str = super().format_field(value, format_spec)
         self._total += len(text)
         self._meter.fits(self._total)

@@ -30,7 +30,7 @@ from test_server import environment
 
 from ssmd.daemon.discovery import DaemonError, find, running
 from ssmd_tray import actions, starting
-from ssmd_tray.doing import MOST, Doing, Outcome
+from ssmd_tray.doing import MOST, ActionRunner, Outcome
 from ssmd_tray.starting import Command, command_of
 
 
@@ -222,7 +222,7 @@ def test_what_is_no_daemon_has_no_command() -> None:
 def test_each_is_done_once_at_a_time() -> None:
     came: list[Outcome] = []
     wait = threading.Event()
-    doing = Doing(came.append)
+    doing = ActionRunner(came.append)
 
     def slow() -> str:
         wait.wait(10)
@@ -252,7 +252,7 @@ def test_many_clicks_make_one_request(tmp_path: Path) -> None:
 
     asked: list[Any] = []
     came: list[Outcome] = []
-    doing = Doing(came.append)
+    doing = ActionRunner(came.append)
     with standing_in(tmp_path, Starlette(routes=[Route("/{path:path}", slow, methods=["POST"])])):
         for _ in range(10):
             doing.do("load m", lambda: actions.load(tmp_path, "m"))

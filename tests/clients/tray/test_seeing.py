@@ -14,9 +14,9 @@ from watched import metrics, model, request
 
 from ssmd import __version__
 from ssmd.daemon.discovery import Address
-from ssmd_tray.seeing import Seeing
+from ssmd_tray.seeing import ViewBuilder
 from ssmd_tray.view import MOST_ROWS, Icon, View
-from ssmd_tray.watching import Sight
+from ssmd_tray.watching import Observation
 
 WITH = "generating: smollm2@litert"
 LOADING = [model("m", "loading")]
@@ -24,7 +24,7 @@ ADDRESS = Address("http://127.0.0.1:7763", None, 42, __version__, 1000.0, "t" * 
 
 
 def view(found: Any, **fields_: Any) -> View:
-    return Seeing(lambda: 1100.0).view(Sight(0.0, found, ADDRESS, 42, **fields_))
+    return ViewBuilder(lambda: 1100.0).view(Observation(0.0, found, ADDRESS, 42, **fields_))
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,10 @@ def test_rows() -> None:
 
 
 def test_away() -> None:
-    gone = Seeing().view(Sight(0.0, problem="no daemon runs on /x"))
+    gone = ViewBuilder().view(Observation(0.0, problem="no daemon runs on /x"))
     assert (gone.icon, gone.headline, gone.notice) == (Icon.AWAY, "away", "no daemon runs on /x")
     assert (gone.answers, gone.runs, gone.base_url, gone.ttft.last) == (False, False, None, "-")
-    begins = Seeing().view(Sight(0.0, process=7, problem="a daemon starts"))
+    begins = ViewBuilder().view(Observation(0.0, process=7, problem="a daemon starts"))
     assert (begins.icon, begins.runs, begins.daemon) == (Icon.LOADING, True, "process 7")
     hung = view(None, problem="it said nothing for 5 s")
     assert (hung.icon, hung.runs, hung.answers) == (Icon.AWAY, True, False)
@@ -101,13 +101,15 @@ def test_away() -> None:
 def test_a_clock_that_is_set() -> None:
     """Back to before the daemon's start, and on by years: ages are not negative, lines stay where they are."""
     now = [1100.0]
-    seeing = Seeing(lambda: now[0])
+    seeing = ViewBuilder(lambda: now[0])
     series = {"since_start": {"n": 1}, "recent": [5.0]}
-    seeing.view(Sight(10.0, metrics(ttft_ms={"since_start": {"n": 0}, "recent": []}), ADDRESS, 42))
-    seeing.view(Sight(11.0, metrics(ttft_ms=series), ADDRESS, 42))
+    seeing.view(Observation(10.0, metrics(ttft_ms={"since_start": {"n": 0}, "recent": []}), ADDRESS, 42))
+    seeing.view(Observation(11.0, metrics(ttft_ms=series), ADDRESS, 42))
     for moment in (0.0, 1e11):
         now[0] = moment
-        shown = seeing.view(Sight(20.0, metrics(ttft_ms=series, models=[model("m", idle_until=1200.0)]), ADDRESS, 42))
+        shown = seeing.view(
+            Observation(20.0, metrics(ttft_ms=series, models=[model("m", idle_until=1200.0)]), ADDRESS, 42)
+        )
         assert [(point.age_s, point.ms) for point in shown.ttft.points] == [(9.0, 5.0)]
         assert "-" not in shown.daemon.partition("for ")[2]
 
@@ -140,9 +142,9 @@ _FOUND = st.fixed_dictionaries(
 
 @given(_FOUND)
 def test_whatever_it_says(found: Any) -> None:
-    seeing = Seeing(lambda: 1100.0)
+    seeing = ViewBuilder(lambda: 1100.0)
     for _ in range(2):
-        check(seeing.view(Sight(time.monotonic(), found, ADDRESS, 42)))
+        check(seeing.view(Observation(time.monotonic(), found, ADDRESS, 42)))
 
 
 @pytest.mark.parametrize("bad", ["<b>x</b>", "\x1b]0;x\x07", "\u202eexe.txt", "a\nb", "x" * 1_000_000, "\ud800"])
@@ -168,4 +170,4 @@ def check(shown: View) -> None:
 
 
 def test_the_folder_is_named(tmp_path: Path) -> None:
-    assert str(tmp_path) in Seeing().view(Sight(0.0, problem=f"no daemon runs on {tmp_path}")).notice
+    assert str(tmp_path) in ViewBuilder().view(Observation(0.0, problem=f"no daemon runs on {tmp_path}")).notice

@@ -32,7 +32,7 @@ from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.machine.privatesocket import listen_privately
 from ssmd_tray.history import History
-from ssmd_tray.seeing import Seeing
+from ssmd_tray.seeing import ViewBuilder
 from ssmd_tray.view import Icon
 from ssmd_tray.watching import METRICS, STREAM
 
@@ -45,7 +45,7 @@ def served(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -
 
 def test_a_daemon_that_answers(served: Daemon, tmp_path: Path) -> None:
     """Over its stream: idle, each step of an answer, idle; and the lines get the values that came meanwhile."""
-    seeing = Seeing()
+    seeing = ViewBuilder()
     with found_at(tmp_path, served.url), Seen(tmp_path) as seen:
         first = seen.wait(lambda s: s.found is not None)
         assert (first.how, seeing.view(first).icon) == ("stream", Icon.IDLE)
@@ -69,7 +69,7 @@ def test_killed_in_the_middle_of_an_answer_and_back(artifacts: TinyArtifacts, tm
     """With a key set: the tray has the daemon's own token."""
     data, key = tmp_path / "data", {"SSMD_API_KEY": "k" * 20}
     data.mkdir(mode=0o700)
-    artifact, seeing = artifacts["llama-f32"], Seeing()
+    artifact, seeing = artifacts["llama-f32"], ViewBuilder()
     with Seen(data) as seen:
         assert "no daemon runs" in seen.wait(lambda s: s.found is None).problem
         with running(tmp_path, str(artifact), extra={"SSMD_API_KEY": ""}) as (process, one):
@@ -107,7 +107,7 @@ def test_at_a_socket(artifacts: TinyArtifacts, tmp_path: Path) -> None:
         Seen(tmp_path / "data") as seen,
     ):
         sight = seen.wait(lambda s: s.found is not None)
-    view = Seeing().view(sight)
+    view = ViewBuilder().view(sight)
     assert (sight.how, view.base_url) == ("stream", None)
     assert "need a port" in view.why_no_url
 
@@ -165,7 +165,7 @@ def test_one_without_a_stream_is_polled(tmp_path: Path) -> None:
     with standing_in(tmp_path, one.app, version="0.0.9"), Seen(tmp_path) as seen:
         sight = seen.wait(lambda s: s.found is not None)
         assert sight.how == "polled"
-        assert "the daemon is ssmd 0.0.9, this is" in Seeing().view(sight).notice
+        assert "the daemon is ssmd 0.0.9, this is" in ViewBuilder().view(sight).notice
         one.asked.clear()
         time.sleep(0.9)
         rare = len(one.asked)
@@ -196,7 +196,7 @@ def test_one_that_refuses(tmp_path: Path, status: int, said: str) -> None:
     with standing_in(tmp_path, one.app), Seen(tmp_path) as seen:
         sight = seen.wait(lambda s: s.found is None and s.address is not None)
         assert said in sight.problem
-        view = Seeing().view(sight)
+        view = ViewBuilder().view(sight)
         assert (view.icon, view.answers, view.runs) == (Icon.AWAY, False, True)
         time.sleep(0.75)
     assert len(one.times(METRICS)) <= 6, "it is asked ever less often"

@@ -10,9 +10,9 @@ import pytest
 from watched import metrics, model, request
 
 from ssmd.daemon.discovery import Address
-from ssmd_tray.seeing import Seeing
+from ssmd_tray.seeing import ViewBuilder
 from ssmd_tray.view import Icon
-from ssmd_tray.watching import Sight
+from ssmd_tray.watching import Observation
 
 pytestmark = pytest.mark.ui
 ADDRESS = Address("http://127.0.0.1:7763", None, 42, "0.1.0", 1000.0, "t" * 43)
@@ -41,7 +41,7 @@ class Clicked:
 
 
 def view(found: Any) -> Any:
-    return Seeing(lambda: 1100.0).view(Sight(0.0, found, ADDRESS, 42))
+    return ViewBuilder(lambda: 1100.0).view(Observation(0.0, found, ADDRESS, 42))
 
 
 REQUESTS = [request(), request(id=None)]

@@ -33,7 +33,7 @@ from ssmd.runtime.verify import verify
 from ssmd_wgpu import device, pack, products, program, runtime, slots, trial, tuning
 from ssmd_wgpu import recorder as recorder_module
 from ssmd_wgpu.build import CONVERTER, packed_plan, packed_rows, rows_of
-from ssmd_wgpu.device import Found, Gpu, adapters, devices, no_adapter
+from ssmd_wgpu.device import Gpu, GpuAdapter, adapters, devices, no_adapter
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.pack import Weights
 from ssmd_wgpu.plan import PackedPlan
@@ -263,7 +263,7 @@ def test_an_adapter_that_cannot_go_on_with_the_next_product(
     few = SimpleNamespace(
         limits=limits, features=features, info=real.adapter.info, request_device_sync=real.adapter.request_device_sync
     )
-    monkeypatch.setattr(runtime, "choose", lambda _: replace(real, adapter=few, backend=backend))
+    monkeypatch.setattr(runtime, "choose_adapter", lambda _: replace(real, adapter=few, backend=backend))
     one = WgpuRuntime().load(granite)
     assert len(model_of(one).decode(1)) == dispatches
     assert conversation(one, 13) == conversation(loaded, 13)
@@ -605,7 +605,7 @@ def test_what_to_install_depends_on_the_system() -> None:
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Tilings are measured, of few weights, and kept here."""
     monkeypatch.setenv("SSMD_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr(Found, "software", False)
+    monkeypatch.setattr(GpuAdapter, "software", False)
     sizes: tuple[tuple[str, float], ...]
     sizes = ("TOKENS", 40), ("ROUNDS", 1), ("REPEATS", 2), ("FEW", 1), ("POOL_BYTES", 1 << 20), ("WARM_S", 0)
     monkeypatch.setattr(tuning, "STREAMS", 2)
@@ -657,7 +657,7 @@ def test_a_tiling_is_of_these_shaders(
     (shaders / f"{name}.wgsl").write_text("")
     assert tuning.kept_in(gpu, "build") != before
     monkeypatch.setattr(tuning, "SHADERS", device.SHADERS)
-    monkeypatch.setattr(Found, "description", "the same card, another driver")
+    monkeypatch.setattr(GpuAdapter, "description", "the same card, another driver")
     assert tuning.kept_in(gpu, "build") != before
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ssmd_wgpu.device import Gpu, adapters, choose, shader
+from ssmd_wgpu.device import Gpu, adapters, choose_adapter, shader
 from ssmd_wgpu.pack import VALUES, Format, blocks, decoded, encode
 from ssmd_wgpu.products import Slices, slices_of
 from ssmd_wgpu.recorder import Region, dispatch
-from ssmd_wgpu.resident import Placed
+from ssmd_wgpu.resident import DeviceMatrix
 from ssmd_wgpu.slots import CONTROL
 from ssmd_wgpu.ssd import CHUNK, recurrence, spread
 
@@ -44,7 +44,7 @@ def any_gpu(request: pytest.FixtureRequest) -> Gpu:
 def opened(name: str) -> Gpu:
     if name not in {found.name for found in adapters() if not found.why_not}:
         pytest.skip(f"no adapter {name} here: apt install mesa-vulkan-drivers libvulkan1 libgl1-mesa-dri")
-    return Gpu(choose(name))
+    return Gpu(choose_adapter(name))
 
 
 _rng = np.random.default_rng(0)
@@ -537,7 +537,7 @@ def sums_of(v: dict[str, Any], cut: Slices) -> dict[str, Array]:
 
 
 def cut_of(v: dict[str, Any], width: int = 0) -> Slices:
-    cut = slices_of(Placed(v["rows"], v["columns"], v["format"], ()), width)
+    cut = slices_of(DeviceMatrix(v["rows"], v["columns"], v["format"], ()), width)
     assert cut is not None
     return cut
 
@@ -637,7 +637,7 @@ def test_slices_of_a_product() -> None:
     """Granite's down, out and o are cut into 64 slices at most; what makes too many sums, or breaks blocks, is not."""
 
     def cut(rows: int, columns: int, fmt: Format, width: int = 0) -> tuple[int, int] | None:
-        found = slices_of(Placed(rows, columns, fmt, ()), width)
+        found = slices_of(DeviceMatrix(rows, columns, fmt, ()), width)
         return None if found is None else (found.unit, found.count)
 
     assert cut(768, 2048, "int8") == (2, 64)

@@ -30,7 +30,7 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.files import contents, document, packing, sessionfile
 from ssmd.sessions.files import turns as file_turns
 from ssmd.sessions.files.sessionfile import SessionFileError
-from ssmd.sessions.files.transfer import Local, export_session, import_session
+from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows import blobs as blobs_module
 from ssmd.sessions.rows.schema import segment
@@ -67,8 +67,8 @@ def talk(store: Store, spec: StateSpec, session: str = "s") -> Chat:
     return chat
 
 
-def local(spec: StateSpec) -> dict[str, Local]:
-    return {LINEAGE: Local("made-up", spec, VOCABULARY)}
+def local(spec: StateSpec) -> dict[str, LocalModel]:
+    return {LINEAGE: LocalModel("made-up", spec, VOCABULARY)}
 
 
 def assert_same_turns(a: Store, b: Store, session: str) -> None:
@@ -699,7 +699,10 @@ def test_states_that_unfold_without_end(good: Path, there: Store) -> None:
 def test_another_lineage_comes_as_text_and_says_so(store: Store, there: Store, tmp_path: Path) -> None:
     talk(store, SPECS["hybrid"])
     export_session(store, "s", tmp_path / "good.ssmd")
-    others = {"c" * 64: Local("granite", SPECS["hybrid"], 9), "d" * 64: Local("smollm2", SPECS["attention"], 9)}
+    others = {
+        "c" * 64: LocalModel("granite", SPECS["hybrid"], 9),
+        "d" * 64: LocalModel("smollm2", SPECS["attention"], 9),
+    }
     done = import_session(there, tmp_path / "good.ssmd", local=others)
     assert re.search(r"lineage aaaaaaaaaaaa \(model 'made-up'\).*granite \(cccc.*smollm2 \(dddd", done.text_only)
     assert (done.turns, done.checkpoints, done.dropped, done.nbytes) == (4, 0, 2, 0)
@@ -710,7 +713,7 @@ def test_another_lineage_comes_as_text_and_says_so(store: Store, there: Store, t
 
 
 def test_another_lineage_is_checked_all_the_same(good: Path, there: Store) -> None:
-    others = {"c" * 64: Local("granite", SPECS["hybrid"], 9)}
+    others = {"c" * 64: LocalModel("granite", SPECS["hybrid"], 9)}
     refused(there, rewrite(good, doc=_set("turns", 1, "parent", "t3")), "before its parent", local=others)
     refused(there, rewrite(good, tensors=_tensor("turn.0.ids", _poke(-1))), "vocabulary", local=others)
 

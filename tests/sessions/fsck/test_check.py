@@ -19,7 +19,7 @@ from keeping import FED, HYBRID, Chat, assert_same, echo_of, new_store, state_of
 from sqlalchemy import select
 
 from ssmd.model.state import StateSpec, TensorSpec
-from ssmd.sessions.fsck.repair import Checked, check, repair
+from ssmd.sessions.fsck.repair import CheckReport, check, repair
 from ssmd.sessions.fsck.salvage import salvage
 from ssmd.sessions.rows.database import FILE, PAGE_BYTES
 from ssmd.sessions.rows.schema import checkpoint
@@ -91,7 +91,7 @@ ALL = {"a": ["a1", "a2", "a3", "a2b"], "b": ["b1", "b2", "b3", "b2b"]}
 def test_a_sound_store(data: Path) -> None:
     before = (data / FILE).read_bytes()
     done = check(data)
-    assert done == Checked((), 2, 8, 14)
+    assert done == CheckReport((), 2, 8, 14)
     assert repair(data) == done
     assert (data / FILE).read_bytes() == before
 

@@ -38,7 +38,7 @@ from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.growth import _MAX_STEMS
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import NewTurn, Settled, StoreError, Turn, conversation
+from ssmd.sessions.turn import NewTurn, RenderedPrefix, StoreError, Turn, conversation
 from ssmd.text.messages import Message
 
 
@@ -128,7 +128,7 @@ def test_what_it_went_on_from_was_rewritten_meanwhile(store: Store, chat: Chat) 
         new,
         ids=new.ids.cut(len(chat.turns["t3"].ids)),
         text=new.text.cut(len(chat.turns["t3"].text)),
-        settled=Settled(7, len(chat.turns["t3"].text) + 1, "f" * 64),
+        settled=RenderedPrefix(7, len(chat.turns["t3"].text) + 1, "f" * 64),
     )
     ids = chat.turns["t3"].ids.own.copy()
     ids[-1] ^= 1

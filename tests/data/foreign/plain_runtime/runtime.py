@@ -13,9 +13,9 @@ from plain_runtime.model import Array, Model
 from ssmd.model.plan import Plan
 from ssmd.runtime import (
     Artifact,
+    CheckedHandle,
     CheckedProgram,
     Device,
-    Held,
     Logits,
     Part,
     ProgramError,
@@ -44,7 +44,7 @@ class PlainRuntime:
 
 
 @dataclass(eq=False, slots=True)
-class _Handle(Held):
+class _Handle(CheckedHandle):
     tensors: dict[str, Array] = field(default_factory=dict)  # canonical; replaced by a step, never changed
 
 
