@@ -70,7 +70,7 @@ def test_no_store_keeps_nothing(either: Home) -> None:
         chat.line("A secret")
         chat.until("; not stored]")
         chat.line("/sessions")
-        assert "error: nothing is kept" in chat.until("--no-store\r\n")
+        assert "error: nothing is stored" in chat.until("--no-store\r\n")
         chat.line("Another one")
         assert ", 0 cached" in chat.until("; not stored]")  # a state that is not kept is not there
         chat.type(CTRL_D)
@@ -409,7 +409,7 @@ def test_every_command(home: Home) -> None:
         chat.until("there is no system prompt")
 
         chat.line("/stats")
-        chat.until("took: no")
+        chat.until("answer: no")
         chat.line("/model")
         chat.until("model: llama; there are: llama")
         chat.line("/model lama")
