@@ -354,6 +354,35 @@ def test_refusals_before_anything_runs(tiny: Daemon) -> None:
     assert tiny.chat("x" * (33 << 20)).status == 413
 
 
+@pytest.mark.parametrize("base", ["/v1/v1", "//v1", "", "/api/v1", "/v1/", "/openai/v1"])
+def test_a_wrong_base_url_is_answered_as_the_right_one(base: str, tiny: Daemon) -> None:
+    ask = tiny.served.ask
+    answer = ask("POST", f"{base}/chat/completions", tiny.body(max_tokens=2))
+    assert (answer.status, answer.json["object"]) == (200, "chat.completion")
+    assert ask("GET", f"{base}/models/").json == ask("GET", "/v1/models").json
+    assert ask("GET", f"{base}/models/{tiny.model}").json["id"] == tiny.model
+    evil = {"origin": "https://evil.example"}
+    assert ask("POST", f"{base}/chat/completions", tiny.body(), evil).status == 403
+    assert ask("GET", f"{base}/chat/completions").status == 405
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "said"),
+    [
+        ("POST", "/v1/chat/completion", "; did you mean /v1/chat/completions?"),
+        ("GET", "/v1/model", "; did you mean /v1/models?"),
+        ("GET", "/helth", "; did you mean /health?"),
+        ("GET", "/%2e%2e/etc/passwd", "; GET /v1 lists the endpoints"),
+        ("GET", "/ssmd/v1/" + "x" * 5000, "; GET /v1 lists the endpoints"),
+    ],
+)
+def test_an_unknown_path_names_the_nearest_one(method: str, path: str, said: str, tiny: Daemon) -> None:
+    answer = tiny.served.ask(method, path, {} if method == "POST" else None)
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert answer.error["message"].endswith((said, "…"))
+    assert len(answer.error["message"]) <= 2001
+
+
 def test_a_full_queue_says_when_to_come_back(artifact: Path) -> None:
     with daemon(artifact, None, max_running=1, max_queue=1) as one:
         body = request(one.body(max_tokens=400, stream=True))

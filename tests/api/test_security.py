@@ -148,6 +148,7 @@ def test_without_the_key_nothing_is_answered_but_health(locked: Served, given: s
     assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
     assert answer.headers["www-authenticate"] == "Bearer"
     assert KEY not in answer.body.decode()
+    assert locked.ask("GET", "//v1/models/", None, headers).status == 401
     assert locked.ask("GET", "/health", headers=headers).status == 200
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from ssmd.api.http import access
 from ssmd.engine.terms import Rejection
+from ssmd.machine.spelling import did_you_mean
 
 ExceptionHandler = Callable[[Request, Exception], Awaitable[Response]]
 MAX_MESSAGE_CHARS = 2000
@@ -49,7 +50,9 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     what = f"{request.method} {request.url.path}"
     if exc.status_code == 404:
-        error = Rejection(f"there is nothing at {what}", status=404, code="not_found")
+        known = [route.path for route in request.app.routes if "{" not in route.path]
+        advice = did_you_mean(request.url.path, known) or "; GET /v1 lists the endpoints"
+        error = Rejection(f"there is nothing at {what}{advice}", status=404, code="not_found")
     elif exc.status_code == 405:
         allowed = (exc.headers or {}).get("Allow", "")
         error = Rejection(f"{what} is not possible; allowed: {allowed}", status=405, code="method_not_allowed")

@@ -37,6 +37,7 @@ from ssmd.engine.request import label
 from ssmd.engine.terms import Rejection
 
 log = logging.getLogger(__name__)
+_CLIENT_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/models"))
 OPEN_PATHS = frozenset({"/health"})
 KEYLESS_PATHS = OPEN_PATHS | {REDEEM}  # paths that need no key
 PREFLIGHT_MAX_AGE_S = 600
@@ -90,6 +91,18 @@ def guarded(routes: Sequence[Route], rules: Rules, log: AccessLog | None = None)
     return guard if log is None else _LoggedApp(log, guard, routes)
 
 
+def canonical(path: str) -> str:
+    """Return the path of OpenAI's that a client with a wrong base URL means; any other path as it is.
+
+    Such are `//v1/models`, `/v1/v1/models`, `/v1/models/`, `/chat/completions`, `/api/v1/chat/completions`.
+    """
+    if path in _CLIENT_PATHS:
+        return path
+    means = re.sub("/{2,}", "/", path).rstrip("/")
+    means = re.sub("^(/api|/openai)?(/v1)*/", "/v1/", means)
+    return means if means in _CLIENT_PATHS or means.startswith("/v1/models/") else path
+
+
 class _LoggedApp:
     def __init__(self, log: AccessLog, guard: Security, routes: Sequence[Route]) -> None:
         self._log, self._guard, self._routes = log, guard, routes
@@ -116,6 +129,7 @@ class Security:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["path"] = canonical(scope["path"])  # before the checks, which depend on it
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
         readable = origin != "" and not self._rules.origins.isdisjoint({origin, "*"})  # by a script of that origin
