@@ -42,8 +42,15 @@ def create_app(
     pulling, page = Pulls(settings.models_dir, settings.data_dir, offline=settings.offline), Page.read()
     routes = [
         *page.routes(),
-        *chat.routes(host, under_way, stall_s, truncate=settings.truncation == "auto", strict=settings.strict),
-        *completions.routes(host, under_way, stall_s, strict=settings.strict),
+        *chat.routes(
+            host,
+            under_way,
+            stall_s,
+            settings.stream_comment,
+            truncate=settings.truncation == "auto",
+            strict=settings.strict,
+        ),
+        *completions.routes(host, under_way, stall_s, settings.stream_comment, strict=settings.strict),
         *tokenize.routes(host, strict=settings.strict),
         *unserved.routes(),
         *in_flight.routes(under_way, stall_s),

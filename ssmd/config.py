@@ -160,6 +160,12 @@ class Settings(BaseSettings):
     )
     offline: bool = Field(False, description="fetch nothing, whatever is missing; HF_HUB_OFFLINE=1 asks for the same")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
+    stream_comment: float = Field(
+        10.0,
+        ge=0.01,
+        description="longest silence of a stream that has no word yet, such as 5s: then it sends a comment, so that "
+        "clients and proxies keep the connection",
+    )
     access_log: bool = Field(
         False,
         description="a line for each request on stdout, without text of clients ([daemon.md](daemon.md#access-log))",
@@ -217,7 +223,7 @@ class Settings(BaseSettings):
             raise ValueError("expected a number of bytes, or a size such as '8GiB'")
         return parse_size(value) if isinstance(value, str) else value
 
-    @field_validator("keep_alive", "slow_request", mode="before")
+    @field_validator("keep_alive", "slow_request", "stream_comment", mode="before")
     @classmethod
     def _duration(cls, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float | str | None):

@@ -7,8 +7,10 @@ import logging
 import socket
 import sqlite3
 import struct
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import CHAT, Daemon, chunks, daemon, idle, request, soon, text_of, whole_text
 
+from ssmd.config import Settings
+from ssmd.engine.terms import Rejection
 from ssmd.sessions.rows.database import FILE
 
 
@@ -486,16 +490,93 @@ def test_a_shutdown_is_told_by_an_error_event(artifact: Path) -> None:
         assert one.chat().error["code"] == "shutting_down"
 
 
-def test_a_stream_that_fails_before_its_first_token_is_an_error(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_fails_before_its_first_token_has_an_event(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("the device is on fire")
 
     with monkeypatch.context() as patched:
         patched.setattr(tiny.engine.program, "decode", broken)
         answer = tiny.chat(stream=True, store=False)
-    assert answer.status == 500
-    assert answer.headers["content-type"] == "application/json"
-    assert answer.error["code"] == "generation_failed"
+    assert answer.status == 200, "its headers left when the request was accepted"
+    events = [json.loads(line[6:]) for line in answer.body.decode().split("\n\n") if line]
+    assert [event["error"]["code"] for event in events] == ["generation_failed"]
+
+
+def test_a_stream_opens_while_its_model_reads(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, goes_on = threading.Event(), threading.Event()
+    prefill = tiny.engine.program.prefill
+
+    def slowly(*given: Any) -> Any:
+        reads.set()
+        assert goes_on.wait(60)
+        return prefill(*given)
+
+    with monkeypatch.context() as patched, tiny.served.connect() as client:
+        patched.setattr(tiny.engine.program, "prefill", slowly)
+        client.sendall(request(tiny.body("Read " + "this " * 90, stream=True)))
+        assert reads.wait(60)
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += client.recv(65536)
+        goes_on.set()
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"\r\nx-ssmd-session: ses_" in head
+        assert b"data:" not in head, "its first event comes with its first word"
+        rest = head.partition(b"\r\n\r\n")[2]
+        while not rest.endswith(b"0\r\n\r\n"):
+            rest += client.recv(65536)
+        assert b"data: [DONE]" in rest
+
+
+def test_a_stream_sends_comments_while_it_waits(tiny: Daemon, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with daemon(artifact, None, settings=Settings(stream_comment=0.05)) as one:
+        prefill = one.engine.program.prefill
+
+        def slowly(*given: Any) -> Any:
+            time.sleep(0.5)
+            return prefill(*given)
+
+        quick = one.chat(stream=True).body
+        monkeypatch.setattr(one.engine.program, "prefill", slowly)
+        slow = one.chat(stream=True).body
+    refused = tiny.chat("river " * 2000, stream=True)
+    parts = slow.split(b"\n\n")
+    comments = [part for part in parts if part == b": waiting"]
+    assert len(comments) >= 3
+    assert parts[: len(comments)] == comments, "none comes after its first word"
+    assert len(parts) - len(comments) == len(quick.split(b"\n\n"))
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["it loads", "it fails"])
+def test_a_stream_opens_while_its_model_loads(fails: bool, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with daemon(artifact, None, settings=Settings(stream_comment=0.1)) as one:
+        lend = one.host.lend
+
+        def slowly(*given: Any) -> Any:
+            future: Future[Any] = Future()
+
+            def end() -> None:
+                if fails:
+                    future.set_exception(Rejection("it does not load", status=503, code="model_load_failed"))
+                else:
+                    future.set_result(lend(*given).result(30))
+
+            threading.Timer(0.5, end).start()
+            return future
+
+        monkeypatch.setattr(one.host, "lend", slowly)
+        answer = one.chat(stream=True)
+        counted = one.host.metrics.snapshot()["requests"]
+    assert answer.status == 200
+    assert answer.body.startswith(b": waiting\n\n: waiting\n\n")
+    last = answer.body.rstrip().split(b"\n\n")[-1]
+    if fails:
+        assert json.loads(last[6:])["error"]["code"] == "model_load_failed"
+        assert counted == {"ok": 0, "model_load_failed": 1}
+    else:
+        assert last == b"data: [DONE]"
+        assert counted == {"ok": 1}
 
 
 def test_a_connection_serves_again_after_errors_and_streams(tiny: Daemon) -> None:

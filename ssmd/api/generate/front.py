@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -37,50 +37,57 @@ from ssmd.engine.terms import Rejection
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Again = Callable[[], Awaitable[None]]
-First = Callable[[], Awaitable[Event]]  # gives the first event of an answer
-
-
 _MOMENT = 3  # turns of the event loop after which a client that left at once is noticed
 
 
 class Front:
-    """The ASGI app of an endpoint that generates. It gives up a client that reads nothing for `stall_s` seconds."""
+    """The ASGI app of an endpoint that generates.
 
-    def __init__(self, host: Host, read: Read, under_way: InFlightAnswers, stall_s: float) -> None:
-        self._host, self._under_way = host, under_way
-        self._read = read
-        self._stall_s = stall_s
-        self._repeats = Repeats(host)
-        self._reading = RequestReaders(host.runs_others)
+    stall_s: seconds after which a client that reads nothing is disconnected. silence_s: seconds between the comments of
+    a stream that has no event yet.
+    """
+
+    def __init__(self, host: Host, read: Read, under_way: InFlightAnswers, stall_s: float, silence_s: float) -> None:
+        self.host, self.under_way, self.read = host, under_way, read
+        self.repeats, self.readers = Repeats(host), RequestReaders(host.runs_others)
+        self._stall_s, self._silence_s = stall_s, silence_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        delivery, head, watcher = Delivery(), None, None
-        ended, key, held = False, caller_of(scope).name, ExitStack()
+        delivery, exchange, watcher = Delivery(), None, None
+        ended, key = False, caller_of(scope).name
+        stream = sse.EventStream(send, self._stall_s, self._silence_s)
         try:
             http = HttpRequest(scope, receive)
             raw = await read_body(http)
             watcher = asyncio.create_task(delivery.watch(receive))
-            asking, head, again = await self._begin(raw, http, delivery, held)
-            head = asking.headed(head)
-            access.note(scope, answer=head.id, model=asking.model.id)
-            first, answer = partial(_first, delivery, again), asking.answer(head)
-            if asking.stream:
-                await self._stream(answer, head, first, delivery, send, at_once=asking.background)
+            exchange = _Exchange(self, raw, http, delivery)
+            parsed = await exchange.parse()
+            if parsed.stream:
+                await self._stream(exchange, stream)
             else:
-                whole = await _whole(answer, first, delivery)
+                head = await exchange.begin()
+                access.note(scope, answer=head.id, model=exchange.parsed.model.id)
+                whole = await _whole(exchange.parsed.answer(head), exchange.first, delivery)
                 await JSONResponse(whole, headers=head.headers)(scope, receive, send)
             ended = True
         except Rejection as err:
-            if head is None:  # else the engine has counted it
-                self._host.metrics.request_failed(err.code, key)
-            raise
+            if exchange is None or exchange.head is None:  # else the engine has counted it
+                self.host.metrics.request_failed(err.code, key)
+            if exchange is None or not stream.opened:
+                raise
+            access.note(scope, code=err.code)
+            with suppress(sse.ClientStalled):
+                await stream.write(exchange.parsed.answer(exchange.expected_head).failure(err))
+                await stream.close()
         except ClientGone:
-            if head is None:
-                self._host.metrics.request_failed(CANCELLED, key)
-            log.info("request %s: the client went away", label("that waited", key) if head is None else head.label)
+            begun = None if exchange is None else exchange.head
+            if begun is None:
+                self.host.metrics.request_failed(CANCELLED, key)
+            log.info("request %s: the client went away", label("that waited", key) if begun is None else begun.label)
         except sse.ClientStalled:
-            log.warning("request %s: the client has not read for %.0f s, given up", head and head.label, self._stall_s)
+            begun = None if exchange is None else exchange.head
+            name = label("that waited", key) if begun is None else begun.label
+            log.warning("request %s: the client has not read for %.0f s, given up", name, self._stall_s)
         finally:
             if delivery.last.done():
                 last = delivery.last.result()
@@ -88,166 +95,43 @@ class Front:
                     access.note(scope, usage=last.usage)
                 elif isinstance(last, Failure):
                     access.note(scope, code=last.error.code)
-            if head is None:
+            if exchange is None or exchange.head is None:
                 delivery.abandon()  # stops a thread that still reads the request when the server ends
             else:
                 delivery.leave()
             if watcher is not None:
                 watcher.cancel()
-            if head is not None and not ended:
-                if delivery.background:
-                    delivery.last.add_done_callback(partial(_closed, held.pop_all()))
-                else:
-                    head.cancel()
-            held.close()
+            if exchange is not None:
+                exchange.leave(ended=ended)
 
-    async def _begin(
-        self, raw: bytes, http: HttpRequest, delivery: Delivery, held: ExitStack
-    ) -> tuple[ParsedRequest, ResponseInfo, Again]:
-        """Read a request, and submit it to the engine or replay its earlier answer.
-
-        Returns the body, the head, and a function that submits it again if the engine gives it back. held: gets the
-        release of the model's lease.
-        """
-        caller, arrived = caller_of(http.scope), time.perf_counter()
-        client = client_of(http)
-
-        async def read(work: Callable[[], T]) -> T:
-            return await self._reading.run(work, client, len(raw), delivery)
-
-        if len(raw) > LONG_BYTES:
-            mark = await asyncio.to_thread(read_mark, http.headers, raw, caller.name)
-        else:
-            mark = read_mark(http.headers, raw, caller.name)
-            for _ in range(_MOMENT):
-                await asyncio.sleep(0)
-        if not mark.repeats:
-            self._check(mark, client)
-        delivery.check()
-        asking = await read(lambda: self._look_at(raw, delivery.check))
-        if asking.background:
-            delivery.go_on()
-        delivery.check()
-        request = replace(asking.request, client=client, domain=caller.domain, arrived=arrived)
-
-        async def engage(answering: InFlightAnswer, asked: float) -> None:
-            """Lease the model and submit the request to its engine. Raises Rejection and ClientGone."""
-            nonlocal asking
-            try:
-                lease = None
-                while lease is None:
-                    try:
-                        lease = await self._lend(asking, answering.request, delivery)
-                    except Rejection:
-                        other = await read(lambda: self._look_at(raw, delivery.check))
-                        if other.model is asking.model:
-                            raise
-                        asking, answering.followed = other, other.follow  # the name means another model now
-                held.callback(lease.release)
-                if asking.variables:
-                    engine = lease.engine
-                    asking = await read(lambda: asking.told(engine.knows))
-                    answering.followed = asking.follow
-                mine = replace(answering.request, load_ms=(time.perf_counter() - asked) * 1e3)
-                submit = partial(lease.engine.submit_all, recallable=not asking.background)
-                answering.begin(await read(lambda: submit(mine, delivery, delivery.check)))
-            except AnswerStopped:
-                self._host.metrics.request_failed(STOPPED, caller.name)
-                answering.end_unbegun((time.perf_counter() - asked) * 1e3)
-            except BaseException as err:  # of any kind: followers must not wait for this answer
-                answering.fail(err if isinstance(err, Rejection) else INTERNAL)
-                raise
-
-        async def submit(request: Request) -> tuple[ParsedRequest, ResponseInfo, Again]:
-            lost = partial(self._host.metrics.request_failed, CANCELLED, caller.name)
-            answering = self._under_way.enter(InFlightAnswer(request, delivery, asking.follow, lost))
-            asked = time.perf_counter()
-            await engage(answering, asked)
-
-            async def again() -> None:
-                held.close()
-                try:
-                    await engage(answering.recalled(), asked)
-                except Rejection as err:
-                    self._host.metrics.request_failed(err.code, caller.name)
-                    raise
-                except ClientGone:
-                    lost()
-                    raise
-
-            return asking, answering.head, again
-
-        if not (request.store and self._host.keeps):
-            return await submit(request)
-        attempt, reply = await self._repeats.enter(mark, delivery)
-        if reply is not None and reply.complete:
-            attempt.end()
-            delivery.replay(events(reply))
-            said = reply.answer
-            return asking, ResponseInfo(said["id"], said["created"], reply.session, caller.name, replayed=True), _never
-        try:
-            delivery.check()
-            begun = await submit(in_place_of(request, mark, reply))
-        except BaseException as err:  # of any kind: a retry must not wait for this attempt
-            attempt.end(err if isinstance(err, Rejection) else INTERNAL)
-            raise
-        attempt.follow(delivery, begun[1].id)
-        return begun
-
-    async def _lend(self, asking: ParsedRequest, request: Request, delivery: Delivery) -> ModelLease:
-        """Return a lease of the request's model, once it is loaded.
-
-        Raises Rejection, AnswerStopped, and ClientGone if the client leaves before.
-        """
-        asker = LeaseRequest(request.id, request.session, request.domain.owner)
-        future = self._host.lend(asking.model, asking.keep_alive_s, asker)
-        if not future.done():
-            there, loop = asyncio.Event(), asyncio.get_running_loop()
-            future.add_done_callback(lambda _: loop.call_soon_threadsafe(there.set))
-            try:
-                await delivery.unless_gone(there)
-            except BaseException:
-                self._host.give_up(future)
-                raise
-        return future.result()
-
-    def _check(self, mark: RequestIdentity, client: str) -> None:
-        """Refuse a request before its body is parsed if the host cannot take it. Raises Rejection."""
-        try:
-            self._host.check(client)
-        except Rejection:
-            self._repeats.remember_failure(mark.key.digest)
-            raise
-
-    def _look_at(self, raw: bytes, go_on: Callable[[], None]) -> ParsedRequest:
-        """Read a body. Runs in a thread, as a long conversation has megabytes. Raises Rejection, and as `go_on`."""
-        return self._read(parse_object(raw, go_on))
-
-    async def _stream(
-        self, answer: Answer, head: ResponseInfo, first: First, delivery: Delivery, send: Send, *, at_once: bool
-    ) -> None:
+    async def _stream(self, exchange: _Exchange, stream: sse.EventStream) -> None:
         """Send an answer as events.
 
-        at_once: send the headers before the first event. The client then knows the id of an answer that goes on
-        without it.
+        The headers leave once the engine has the request, or with the first comment if that comes earlier. Without a
+        background the opening events wait for the first word, so that clients measure the time to it.
         """
-        stream = sse.EventStream(send, self._stall_s)
-        if at_once:
-            await self._open(stream, answer, head)
-        event = await first()
-        if not at_once:
-            if isinstance(event, Failure):  # nothing was sent yet, so a plain error response is possible
-                raise event.error
-            await self._open(stream, answer, head)
+        async with stream.kept_alive(exchange.expected_head.headers):
+            head = await exchange.begin()
+        access.note(exchange.scope, answer=head.id, model=exchange.parsed.model.id)
+        answer, delivery = exchange.parsed.answer(head), exchange.delivery
+        if not stream.opened:
+            await stream.open(head.headers)
+        openings = list(answer.opening())
+        if exchange.parsed.background:
+            await _write_all(stream, openings)
+            openings = []
+        async with stream.kept_alive(head.headers):
+            event = await exchange.first()
         try:
+            if not isinstance(event, Failure):
+                await _write_all(stream, openings)
             while isinstance(event, Delta):
                 await stream.write(answer.delta(event))
                 event = await delivery.next()
             if isinstance(event, Failure):
                 await stream.write(answer.failure(event.error))
             elif isinstance(event, Finish):
-                for ending in answer.ending(event.finish_reasons, event.usage):
-                    await stream.write(ending)
+                await _write_all(stream, answer.ending(event.finish_reasons, event.usage))
         except (ClientGone, sse.ClientStalled):
             raise
         except Exception:  # a bug, after the status was sent: the client gets an error event
@@ -256,24 +140,192 @@ class Front:
             await stream.write(answer.failure(INTERNAL))
         await stream.close()
 
-    async def _open(self, stream: sse.EventStream, answer: Answer, head: ResponseInfo) -> None:
-        await stream.open(head.headers)
-        for opening in answer.opening():
-            await stream.write(opening)
+
+class _Exchange:
+    """One request, from its body to the first event of its answer."""
+
+    def __init__(self, front: Front, raw: bytes, http: HttpRequest, delivery: Delivery) -> None:
+        self.delivery, self.scope = delivery, http.scope
+        self.head: ResponseInfo | None = None  # once the engine has the request, or an earlier answer is replayed
+        self._front, self._raw, self._http = front, raw, http
+        self._host = front.host
+        self._caller, self._client, self._arrived = caller_of(http.scope), client_of(http), time.perf_counter()
+        self._lease = ExitStack()  # releases the model
+        self._parsed: ParsedRequest | None = None
+        self._mark: RequestIdentity | None = None
+        self._request: Request | None = None
+        self._answering: InFlightAnswer | None = None
+        self._asked = self._arrived  # perf_counter at which it asked for the model
+
+    @property
+    def parsed(self) -> ParsedRequest:
+        assert self._parsed is not None, "parse comes first"
+        return self._parsed
+
+    @property
+    def expected_head(self) -> ResponseInfo:
+        """Return the head of the response, as far as it is known."""
+        assert self._request is not None, "parse comes first"
+        if self.head is not None:
+            return self.head
+        head = ResponseInfo(self._request.id, int(time.time()), self._request.session, self._caller.name)
+        return self.parsed.headed(head)
+
+    async def parse(self) -> ParsedRequest:
+        """Read the body. Raises Rejection, ClientGone and AnswerStopped."""
+        name, headers = self._caller.name, self._http.headers
+        if len(self._raw) > LONG_BYTES:
+            self._mark = await asyncio.to_thread(read_mark, headers, self._raw, name)
+        else:
+            self._mark = read_mark(headers, self._raw, name)
+            for _ in range(_MOMENT):
+                await asyncio.sleep(0)
+        if not self._mark.repeats:
+            self._check(self._mark)
+        self.delivery.check()
+        self._parsed = await self._run(self._look_at)
+        if self._parsed.background:
+            self.delivery.go_on()
+        self.delivery.check()
+        self._request = replace(
+            self._parsed.request, client=self._client, domain=self._caller.domain, arrived=self._arrived
+        )
+        return self._parsed
+
+    async def begin(self) -> ResponseInfo:
+        """Submit the request to the engine, or replay its earlier answer. Return the head of the response.
+
+        Raises Rejection, ClientGone and AnswerStopped.
+        """
+        assert self._request is not None, "parse comes first"
+        assert self._mark is not None
+        if not (self._request.store and self._host.keeps):
+            return self._begun(await self._submit(self._request))
+        attempt, reply = await self._front.repeats.enter(self._mark, self.delivery)
+        if reply is not None and reply.complete:
+            attempt.end()
+            self.delivery.replay(events(reply))
+            said = reply.answer
+            return self._begun(
+                ResponseInfo(said["id"], said["created"], reply.session, self._caller.name, replayed=True)
+            )
+        try:
+            self.delivery.check()
+            head = await self._submit(in_place_of(self._request, self._mark, reply))
+        except BaseException as err:  # of any kind: a retry must not wait for this attempt
+            attempt.end(err if isinstance(err, Rejection) else INTERNAL)
+            raise
+        attempt.follow(self.delivery, head.id)
+        return self._begun(head)
+
+    async def first(self) -> Event:
+        """Return the answer's first event. The request is submitted again whenever an engine recalls it."""
+        while isinstance(event := await self.delivery.next(), Recall):
+            await self._again()
+        return event
+
+    def leave(self, *, ended: bool) -> None:
+        """Release the model. ended: False cancels the answer, unless it goes on in the background."""
+        if self.head is not None and not ended:
+            if self.delivery.background:
+                self.delivery.last.add_done_callback(partial(_closed, self._lease.pop_all()))
+            else:
+                self.head.cancel()
+        self._lease.close()
+
+    def _begun(self, head: ResponseInfo) -> ResponseInfo:
+        self.head = self.parsed.headed(head)
+        return self.head
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Run work on the request in a reader's thread, in this client's turn."""
+        return await self._front.readers.run(work, self._client, len(self._raw), self.delivery)
+
+    def _look_at(self) -> ParsedRequest:
+        """Read the body. Runs in a thread, as a long conversation has megabytes. Raises Rejection, ClientGone."""
+        return self._front.read(parse_object(self._raw, self.delivery.check))
+
+    def _check(self, mark: RequestIdentity) -> None:
+        """Refuse the request before its body is parsed if the host cannot take it. Raises Rejection."""
+        try:
+            self._host.check(self._client)
+        except Rejection:
+            self._front.repeats.remember_failure(mark.key.digest)
+            raise
+
+    async def _submit(self, request: Request) -> ResponseInfo:
+        lost = partial(self._host.metrics.request_failed, CANCELLED, self._caller.name)
+        answering = InFlightAnswer(request, self.delivery, self.parsed.follow, lost)
+        self._answering = self._front.under_way.enter(answering)
+        self._asked = time.perf_counter()
+        await self._engage(answering)
+        return answering.head
+
+    async def _again(self) -> None:
+        """Submit the request again, which an engine gave back."""
+        assert self._answering is not None, "only an engine recalls"
+        self._lease.close()
+        try:
+            await self._engage(self._answering.recalled())
+        except Rejection as err:
+            self._host.metrics.request_failed(err.code, self._caller.name)
+            raise
+        except ClientGone:
+            self._answering.lost()
+            raise
+
+    async def _engage(self, answering: InFlightAnswer) -> None:
+        """Lease the model and submit the request to its engine. Raises Rejection and ClientGone."""
+        try:
+            lease = None
+            while lease is None:
+                try:
+                    lease = await self._lend(answering.request)
+                except Rejection:
+                    other = await self._run(self._look_at)
+                    if other.model is self.parsed.model:
+                        raise
+                    self._parsed, answering.followed = other, other.follow  # the name means another model now
+            self._lease.callback(lease.release)
+            engine = lease.engine
+            if self.parsed.variables:
+                parsed = self.parsed
+                self._parsed = await self._run(lambda: parsed.told(engine.knows))
+                answering.followed = self._parsed.follow
+            mine = replace(answering.request, load_ms=(time.perf_counter() - self._asked) * 1e3)
+            submit = partial(engine.submit_all, recallable=not self.parsed.background)
+            answering.begin(await self._run(lambda: submit(mine, self.delivery, self.delivery.check)))
+        except AnswerStopped:
+            self._host.metrics.request_failed(STOPPED, self._caller.name)
+            answering.end_unbegun((time.perf_counter() - self._asked) * 1e3)
+        except BaseException as err:  # of any kind: followers must not wait for this answer
+            answering.fail(err if isinstance(err, Rejection) else INTERNAL)
+            raise
+
+    async def _lend(self, request: Request) -> ModelLease:
+        """Return a lease of the request's model, once it is loaded.
+
+        Raises Rejection, AnswerStopped, and ClientGone if the client leaves before.
+        """
+        asker = LeaseRequest(request.id, request.session, request.domain.owner)
+        future = self._host.lend(self.parsed.model, self.parsed.keep_alive_s, asker)
+        if not future.done():
+            there, loop = asyncio.Event(), asyncio.get_running_loop()
+            future.add_done_callback(lambda _: loop.call_soon_threadsafe(there.set))
+            try:
+                await self.delivery.unless_gone(there)
+            except BaseException:
+                self._host.give_up(future)
+                raise
+        return future.result()
 
 
-async def _first(delivery: Delivery, again: Again) -> Event:
-    """Return an answer's first event. Its request is submitted again whenever an engine recalls it."""
-    while isinstance(event := await delivery.next(), Recall):
-        await again()
-    return event
+async def _write_all(stream: sse.EventStream, events: Iterable[bytes]) -> None:
+    for event in events:
+        await stream.write(event)
 
 
-async def _never() -> None:
-    """Stand in for `again` where an answer is replayed: no engine can recall it."""
-
-
-async def _whole(answer: Answer, first: First, delivery: Delivery) -> Mapping[str, Any]:
+async def _whole(answer: Answer, first: Callable[[], Awaitable[Event]], delivery: Delivery) -> Mapping[str, Any]:
     """Return the whole answer, once it is complete. Raises Rejection if it broke off."""
     deltas: dict[int, list[Delta]] = {}
     event = await first()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.types import Send
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"  # clients ignore it; it tells them, and proxies, that the connection lives
 
 
 class ClientStalled(Exception):
@@ -24,11 +26,39 @@ def encode(value: Mapping[str, Any]) -> bytes:
 class EventStream:
     """A response under way. Every method raises ClientStalled if the client reads nothing for `stall_s` seconds."""
 
-    def __init__(self, send: Send, stall_s: float) -> None:
+    def __init__(self, send: Send, stall_s: float, silence_s: float = 10.0) -> None:
+        """silence_s: seconds between comments in `kept_alive`."""
+        self.opened = False
         self._send = send
-        self._stall_s = stall_s
+        self._stall_s, self._silence_s = stall_s, silence_s
+
+    @asynccontextmanager
+    async def kept_alive(self, headers: Mapping[str, str]) -> AsyncIterator[None]:
+        """Send a comment every `silence_s` seconds until the context ends; the first opens the stream with `headers`.
+
+        Nothing else may write meanwhile.
+        """
+        over = asyncio.Event()
+        pulse = asyncio.create_task(self._pulse(headers, over))
+        try:
+            yield
+        finally:
+            over.set()
+            await pulse  # a comment on its way is sent whole
+
+    async def _pulse(self, headers: Mapping[str, str], over: asyncio.Event) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    await over.wait()
+                return
+            except TimeoutError:
+                if not self.opened:
+                    await self.open(headers)
+                await self.write(COMMENT)
 
     async def open(self, headers: Mapping[str, str]) -> None:
+        self.opened = True
         fields = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",

@@ -22,11 +22,20 @@ from ssmd.engine.terms import Rejection
 
 
 def routes(
-    host: Host, under_way: InFlightAnswers, stall_s: float, *, truncate: bool = False, strict: bool = False
+    host: Host,
+    under_way: InFlightAnswers,
+    stall_s: float,
+    silence_s: float,
+    *,
+    truncate: bool = False,
+    strict: bool = False,
 ) -> list[Route]:
-    """Return the endpoint, for `app.create_app`. truncate: the default of `truncation`. strict: the setting."""
+    """Return the endpoint, for `app.create_app`. truncate: the default of `truncation`. strict: the setting.
+
+    stall_s, silence_s: as of `Front`.
+    """
     fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=strict)
-    front = Front(host, partial(_read, host, fields, truncate), under_way, stall_s)
+    front = Front(host, partial(_read, host, fields, truncate), under_way, stall_s, silence_s)
     return [Route("/v1/chat/completions", front, methods=["POST"])]
 
 

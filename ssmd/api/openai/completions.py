@@ -54,12 +54,12 @@ _UNKNOWN_HERE = frozenset(
 )
 
 
-def routes(host: Host, under_way: InFlightAnswers, stall_s: float, *, strict: bool = False) -> list[Route]:
-    """Return the endpoint, for `app.create_app`. strict: the setting."""
-    front = Front(
-        host, partial(_read, host, Fields(CompletionBody.model_fields, REFUSED, strict=strict)), under_way, stall_s
-    )
-    return [Route(PATH, front, methods=["POST"])]
+def routes(
+    host: Host, under_way: InFlightAnswers, stall_s: float, silence_s: float, *, strict: bool = False
+) -> list[Route]:
+    """Return the endpoint, for `app.create_app`. strict: the setting. stall_s, silence_s: as of `Front`."""
+    read = partial(_read, host, Fields(CompletionBody.model_fields, REFUSED, strict=strict))
+    return [Route(PATH, Front(host, read, under_way, stall_s, silence_s), methods=["POST"])]
 
 
 def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> ParsedRequest:
