@@ -28,6 +28,20 @@ class Rejection(Exception):
         self.retry_after_s = retry_after_s
 
 
+def too_long(context: int, tokens: int, *, param: str, advice: str) -> Rejection:
+    """Build the error for a prompt that does not fit the context.
+
+    Agents shorten their history if they find words of OpenAI's in the text, as SDKs hand on nothing else. A test holds
+    them against the patterns of fourteen agents. No double quotes: Python's repr would escape its apostrophe then.
+    """
+    return Rejection(
+        f"This model's maximum context length is {context} tokens. However, your {param} resulted in {tokens} tokens "
+        f"or more: the prompt is too long and exceeds the context window. {advice}",
+        code="context_length_exceeded",
+        param=param,
+    )
+
+
 @dataclass(frozen=True)
 class Grammar:
     """The grammar of an answer, as llguidance reads it: Lark or JSON."""

@@ -263,7 +263,7 @@ def test_an_unknown_session_is_refused(engine: Engine) -> None:
 
 
 def test_a_prompt_longer_than_the_context_is_refused(engine: Engine) -> None:
-    with pytest.raises(Rejection, match="context is 512 tokens") as refused:
+    with pytest.raises(Rejection, match="context length is 512 tokens") as refused:
         ask(engine, user("word " * 600))
     assert refused.value.code == "context_length_exceeded"
 

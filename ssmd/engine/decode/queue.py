@@ -171,8 +171,12 @@ class Queue:
         return most if len(self._waiting[most]) > len(self._waiting.get(client, ())) + 1 else None
 
     def _full(self) -> Rejection:
+        after_s = self._retry_after_s()
         return unavailable(
-            f"{self._limit} requests are waiting already; try again later", "queue_full", self._retry_after_s()
+            "Too many requests: the server is overloaded and its request queue is full "
+            f"({self._limit} requests are waiting already). Please try again in {after_s} seconds.",
+            "queue_full",
+            after_s,
         )
 
     def _retry_after_s(self) -> int:

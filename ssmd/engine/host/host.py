@@ -245,7 +245,10 @@ class Host:
         if hosted.status == "failed" and time.time() - hosted.failed_at < RETRY_S and hosted.model.is_current:
             raise refused(hosted.model.id, hosted.problem, code="model_load_failed")
         if len(hosted.waiting) >= self._max_waiting:
-            why = f"is being loaded, and {self._max_waiting} requests wait for it already; try again later"
+            why = (
+                f"is still loading, and {self._max_waiting} requests wait for it already: too many requests. "
+                f"Please try again in {RETRY_AFTER_S} seconds."
+            )
             raise refused(hosted.model.id, why, code="queue_full", retry_after_s=RETRY_AFTER_S)
 
     def _state(self, running: bool) -> str:

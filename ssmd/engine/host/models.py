@@ -171,7 +171,7 @@ class ModelIndex:
         hint = meant(asked, self._models if at else names)
         if at and not hint and (others := [id_ for id_, model in self._models.items() if model.name == name]):
             hint = f"did you mean {' or '.join(others)}? "
-        message = f"there is no model '{printable(asked)}' here; {hint}{there}"
+        message = f"Model not found: there is no model '{printable(asked)}' here; {hint}{there}"
         return Rejection(message, status=404, code="model_not_found", param="model")
 
 

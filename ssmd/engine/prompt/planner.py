@@ -14,7 +14,7 @@ import numpy as np
 
 from ssmd.engine.prompt.rendering import RenderedPrompt, Renderer
 from ssmd.engine.request import Request
-from ssmd.engine.terms import Rejection
+from ssmd.engine.terms import Rejection, too_long
 from ssmd.model.artifact import Manifest
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
@@ -145,15 +145,13 @@ class Planner:
         if not len(shown.ids):
             raise Rejection("the model's chat template renders these messages as an empty prompt", param="messages")
         if self._context is not None and len(shown.ids) >= self._context:
-            more = 'shorten them, start a new conversation, or leave out the oldest with truncation: "auto"'
-            if request.truncate:
-                more = "truncation left out all it can: shorten the system prompt or the last message"
-            raise Rejection(
-                f"this model's context is {self._context} tokens and the messages come to {len(shown.ids)} or more; "
-                f"{more}",
-                code="context_length_exceeded",
-                param="messages",
+            advice = (
+                "Please reduce the length of the messages or completion, start a new conversation, or leave out the "
+                "oldest messages with truncation=auto."
             )
+            if request.truncate:
+                advice = "Truncation left out all it can: please reduce the length of the system or last message."
+            raise too_long(self._context, len(shown.ids), param="messages", advice=advice)
         new = request.messages[place.length :]
         continued = bool(new) and new[-1].role == "assistant"
         begun = new[-1].content if continued else ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Delta, Event, Finish, Request
-from ssmd.engine.terms import Rejection
+from ssmd.engine.terms import Rejection, too_long
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.line import Ids, Line, Passage, as_ids
@@ -39,12 +39,8 @@ class RawPlanner:
         if not len(given):
             raise Rejection("the prompt is empty; the model needs at least one token to go on from", param=PARAM)
         if self._context is not None and len(given) >= self._context:
-            raise Rejection(
-                f"this model's context is {self._context} tokens and the prompt comes to {len(given)} or more; "
-                "shorten it",
-                code="context_length_exceeded",
-                param=PARAM,
-            )
+            advice = "Please reduce the length of the prompt."
+            raise too_long(self._context, len(given), param=PARAM, advice=advice)
         ids = Line(given)
         return self._prompt(ids, self._found(request, ids))
 
