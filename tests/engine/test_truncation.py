@@ -128,7 +128,7 @@ def test_who_does_not_ask_for_it_is_refused(served: tuple[Engine, Store]) -> Non
     with pytest.raises(Rejection, match="truncation") as refused:
         ask(engine, *long)
     assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(Rejection, match="shorten the system prompt or the last message") as refused:
+    with pytest.raises(Rejection, match="reduce the length of the system or last message") as refused:
         ask(engine, *long, truncate=True)
     assert refused.value.code == "context_length_exceeded", "the last message alone is too long"
     assert ask(engine, *talk, sampling=SAMPLING, max_tokens=4, truncate=True).usage.stored

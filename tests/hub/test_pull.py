@@ -220,7 +220,7 @@ def test_a_revision_is_pinned(hub: Mirror, source: Path, tmp_path: Path) -> None
     for revision, said in (
         ("v9", "has no revision 'v9'"),
         ("\x1b[31m", "is not a revision"),
-        ("../x", "not a revision"),
+        ("../x", "no revision"),
     ):
         assert said in ssmd(tmp_path, hub, "pull", NAME, "--revision", revision).stderr
     home = tmp_path / "lied"

@@ -140,5 +140,5 @@ def test_what_a_manager_answers() -> None:
     assert asked([sys.executable, "-c", "print(1)"]).stdout == "1\n"
     with pytest.raises(ServiceError, match="says: no such unit"):
         asked([sys.executable, "-c", "import sys; print('no such unit', file=sys.stderr); sys.exit(5)"])
-    with pytest.raises(ServiceError, match="there is no nosuchmanager here"):
+    with pytest.raises(ServiceError, match="nosuchmanager is not installed here"):
         asked(["nosuchmanager"])

@@ -180,11 +180,11 @@ def test_why_a_process_ended_is_what_it_says_itself(odd: tuple[Child, Path]) -> 
 
 
 def test_what_is_no_text_and_no_ids_is_an_error(odd: tuple[Child, Path]) -> None:
-    with pytest.raises(TemplateError, match="no text"):
+    with pytest.raises(TemplateError, match="invalid UTF-8|no text"):
         TemplateApart("", odd[0]).render([Message("user", "a")], now=NOW)
-    with pytest.raises(TemplateError, match="no text"):
+    with pytest.raises(TemplateError, match="invalid UTF-8|no text"):
         TemplateApart("", odd[0]).render_settled([Message("user", "a")], now=NOW)
-    with pytest.raises(TokenizerError, match="ids of 3 bytes"):
+    with pytest.raises(TokenizerError, match="returned 3 bytes"):
         TextReader(odd[0])("a")
 
 
@@ -229,7 +229,7 @@ def opening(tokenizer: Path, source: str = "") -> Packet:
     return Packet({"do": "open", "sha256": sha256, **fields}, source.encode())
 
 
-@pytest.mark.parametrize(("raw", "why"), [(b"\xff\xfe\0", "no UTF-8"), (b"", "more than the 131072 characters")])
+@pytest.mark.parametrize(("raw", "why"), [(b"\xff\xfe\0", "not valid UTF-8"), (b"", "more than the 131072 characters")])
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_template_that_is_no_text_or_no_end_of_one(raw: bytes, why: str, apart: bool, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(raw)

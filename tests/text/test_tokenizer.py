@@ -229,7 +229,7 @@ def test_what_makes_one_token_costly_to_show_is_refused() -> None:
         open_library(long)
     steps = byte_level()
     steps.decoder = decoders.Sequence([decoders.Replace("b", "c")] * 33)
-    with pytest.raises(TokenizerError, match="a decoder of 33 steps, of which 32"):
+    with pytest.raises(TokenizerError, match="a decoder of 33 steps, at most 32"):
         open_library(steps)
 
 
