@@ -10,6 +10,7 @@ import pytest
 from keeping import BUILD, HYBRID, LINEAGE, PRODUCER, VOCABULARY, Chat, assert_same, find, grown, state_of
 
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
+from ssmd.sessions.files.sessionfile import SessionFileError
 from ssmd.sessions.files.transfer import LocalModel, import_session
 from ssmd.sessions.line import Ids
 from ssmd.sessions.rows.database import FILE
@@ -81,4 +82,14 @@ def test_a_session_file_of_0011_imports_equal_states(tmp_path: Path) -> None:
         assert found.is_exact(BUILD, PRODUCER)
         assert found.origin == "ses_new"
         assert_same(store.load(found.id, HYBRID), state_of(HYBRID, ids))
+    store.close()
+
+
+def test_a_session_file_of_format_1_is_refused(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "data")
+    with pytest.raises(
+        SessionFileError, match="it has format 1, this ssmd reads format 2 alone: import it with the ver"
+    ):
+        import_session(store, DATA / "session-file-1.ssmd", local=LOCAL)
+    assert store.sessions() == []
     store.close()

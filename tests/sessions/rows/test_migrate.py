@@ -146,7 +146,9 @@ def test_another_revision_is_refused_with_its_log(revision: str, tmp_path: Path)
     before = files(left)
     assert len(before[f"{FILE}-wal"]) > PAGE_BYTES
     for _ in range(2):
-        with pytest.raises(StoreError, match=rf"'{revision}'.*nothing was changed.*ssmd session export --all --into DIR"):
+        with pytest.raises(
+            StoreError, match=rf"'{revision}'.*nothing was changed.*ssmd session export --all --into DIR"
+        ):
             Store.open(left)
         assert files(left) == before
 
