@@ -10,10 +10,13 @@ import pytest
 from keeping import BUILD, HYBRID, LINEAGE, PRODUCER, VOCABULARY, Chat, assert_same, find, grown, state_of
 
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
+from ssmd.sessions.files.packing import States
 from ssmd.sessions.files.sessionfile import SessionFileError
-from ssmd.sessions.files.transfer import LocalModel, import_session
+from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
+from ssmd.sessions.fsck.repair import check, repair
 from ssmd.sessions.line import Ids
 from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.rows.parts import DamagedState
 from ssmd.sessions.store import Store
 
 DATA = Path(__file__).parents[1] / "data"
@@ -92,4 +95,70 @@ def test_a_session_file_of_format_1_is_refused(tmp_path: Path) -> None:
     ):
         import_session(store, DATA / "session-file-1.ssmd", local=LOCAL)
     assert store.sessions() == []
+    store.close()
+
+
+PLANES = ("t1", "t2", "t3", "t4")  # states in byte planes; of t4 the new rows stand on those of t3
+
+
+def lost(store: Store) -> dict[str, bool]:
+    """Return for each turn of the session with byte planes: True if no state of it or before it is found."""
+    return {t: find(store, SCOPE, grown(store, t)[0].own, "ses_old") is None for t in PLANES}
+
+
+def said(store: Store) -> list[str]:
+    return [
+        f"{m.content} {t.answer.content} {len(grown(store, t.id)[0])}"
+        for t in store.turns("ses_old")
+        for m in t.messages
+    ]
+
+
+def test_states_in_planes_are_dropped_where_met(database: Path) -> None:
+    """As a request does that goes on from the turns: text stays, and states of other sessions do."""
+    store = Store.open(database)
+    words, gone = said(store), 0
+    for turn in PLANES:
+        ids = grown(store, turn)[0].own
+        while (found := find(store, SCOPE, ids, "ses_old")) is not None:
+            with pytest.raises(DamagedState, match="cannot be read: numbers are stored as 'float"):
+                store.load(found.id, HYBRID)
+            gone += store.drop_damaged(found.id, HYBRID)
+    assert gone == 8
+    assert said(store) == words
+    found, ids = state_after(store, "ses_new", "n3")
+    assert_same(store.load(found.id, HYBRID), state_of(HYBRID, ids))
+    store.close()
+    assert check(database).damages == ()
+
+
+def test_rows_in_planes_take_all_states_on_them(database: Path) -> None:
+    store = Store.open(database)
+    found = find(store, SCOPE, grown(store, "t2")[0].own, "ses_old")
+    assert found is not None
+    assert store.drop_damaged(found.id, HYBRID) == 8, "the first segment is a part of all of them"
+    assert all(lost(store).values())
+    store.close()
+
+
+def test_repair_takes_out_states_in_planes(database: Path) -> None:
+    found = check(database)
+    assert any("stored as 'float32', which this version does not read" in d.problem for d in found.damages)
+    assert any("stored as 'float16', which this version does not read" in d.problem for d in found.damages)
+    done = repair(database)
+    assert (done.sessions, done.turns, done.checkpoints) == (4, 10, found.checkpoints - 8)
+    store = Store.open(database)
+    assert all(lost(store).values())
+    found_, ids = state_after(store, "ses_sha", "h2")
+    assert_same(store.load(found_.id, HYBRID), state_of(HYBRID, ids))
+    store.close()
+
+
+@pytest.mark.parametrize("states", ["newest", "all"])
+def test_a_session_with_planes_exports_its_text(states: States, database: Path) -> None:
+    store = Store.open(database)
+    done = export_session(store, "ses_old", database / "old.ssmd", states=states)
+    assert (done.turns, done.checkpoints, done.left_out) == (4, 0, 0)
+    done = export_session(store, "ses_new", database / "new.ssmd", states=states)
+    assert done.checkpoints == (2 if states == "newest" else 5)
     store.close()
