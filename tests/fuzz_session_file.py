@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from sqlalchemy import func, select
 
 from ssmd.model.state import StateSpec, TensorSpec
-from ssmd.sessions.files import sessionfile, turns
+from ssmd.sessions.files import sessionfile
 from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.rows.schema import checkpoint, layout, segment, turn
 from ssmd.sessions.store import Store
@@ -50,7 +50,6 @@ NEVER = {"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.c
 def main(folder: Path, seed: str, first: int, count: int) -> None:
     sessionfile.MAX_FILE_BYTES = LIMIT
     sessionfile.MAX_HEADER_BYTES //= SCALE
-    turns.MAX_REBUILT_BYTES //= SCALE
     if seed == "make bombs":
         make_bombs(folder / "bombs")
         return
@@ -142,7 +141,7 @@ def watch(folder: Path) -> None:
 
 
 def make_examples(folder: Path) -> list[bytes]:
-    examples = [(Path(__file__).parent / "data" / "session-file-1.ssmd").read_bytes()]
+    examples = [(Path(__file__).parent / "data" / "session-file-2-states.ssmd").read_bytes()]
     for name, spec in SPECS.items():
         store = new_store(folder / name)
         chat = Chat(store, "s", spec)
@@ -189,29 +188,13 @@ def make_bombs(folder: Path) -> list[Path]:
         header('{"' + '":0,"'.join(map(str, range(most // 11))) + '":0}'),
         with_document('{"format":2,"x":[' + "[]," * (most // 3 - 200) + "[]]}"),
         with_document('{"format":2,"turns":[' + "{}," * (most // 3 - 200) + "{}]}"),
-        make_unfolding(),
     ):
         files.append(folder / f"{len(files)}.ssmd")
         files[-1].write_bytes(text)
-    files.append(folder / "9-endless.ssmd")
+    files.append(folder / "8-endless.ssmd")
     with files[-1].open("wb") as file:
         file.truncate(1 << 40)
     return files
-
-
-def make_unfolding() -> bytes:
-    """Of format 1: each of its turns shares all ids of the first one but the last, so that nothing stands once."""
-    old = split((Path(__file__).parent / "data" / "session-file-1.ssmd").read_bytes())
-    ids = 250_000
-    shared = {"ids_shared": ids - 1, "text_shared": 0, "text": "", "prompt_tokens": 0}
-    first = dict(old.document["turns"][0], ids_shared=0, text_shared=0, prompt_tokens=0)
-    turns = [first, *(dict(first, id=f"x{i}", parent=first["id"], **shared) for i in range(400))]
-    entries = {"turn.0.ids": {"dtype": "I32", "shape": [ids], "data_offsets": [0, 4 * ids]}}
-    for i in range(1, len(turns)):
-        entries[f"turn.{i}.ids"] = {"dtype": "I32", "shape": [0], "data_offsets": [4 * ids, 4 * ids]}
-    session = dict(old.document["session"], head=first["id"])
-    document = old.document | {"turns": turns, "session": session, "layout": [], "checkpoints": [], "rows": []}
-    return seal(join(Parts(document, entries, bytes(4 * ids))))
 
 
 def with_document(text: str) -> bytes:
@@ -285,8 +268,7 @@ def words_in(parts: Parts) -> list[Any]:
     places = {one["id"]: i for i, one in enumerate(turns)}
     words: list[Any] = []
     for one in turns:
-        said = [*one["items"], *one["answer"]] if "items" in one else [*one["messages"], one["answer"]]
-        own = [(m["role"], m["content"], m.get("name")) for m in said]
+        own = [(m["role"], m["content"], m.get("name")) for m in (*one["items"], *one["answer"])]
         words.append((places.get(one["parent"]), own))
     return words
 
@@ -302,8 +284,7 @@ def states_in(parts: Parts) -> set[bytes]:
                 tensors[name] = numbers(parts, f"checkpoint.{i}.{name}")
             else:
                 tensors[name] = np.concatenate([numbers(parts, f"rows.{k}.{name}") for k in made["rows"]], axis=1)
-        position = made["position"] if "position" in made else parts.tensors[f"checkpoint.{i}.ids"]["shape"][0]
-        states.add(fingerprint(position, tensors))
+        states.add(fingerprint(made["position"], tensors))
     return states
 
 

@@ -12,7 +12,7 @@ from modules import ROOT
     [
         ("docs/http.md", "test_words.py"),
         ("SECURITY.md", "test_words.py"),
-        ("migrations/versions/0003_forks.py", "sessions/test_old_files.py"),
+        ("migrations/versions/0011_sessions.py", "sessions/test_old_files.py"),
         ("migrations/script.py.mako", "sessions/rows/test_migrate.py"),
         ("ssmd/cli/show.py", "cli/test_cli.py"),
         ("ssmd/cli/show.py", "machine/test_installation.py"),

@@ -170,7 +170,7 @@ def _data_problem(settings: Settings) -> str | None:
 
 
 def _stored(data_dir: Path) -> tuple[int | None, str | None]:
-    """Return the bytes of stored checkpoints, None if an older ssmd stored them; and the problem of the store.
+    """Return the bytes of stored checkpoints and None, or None and the problem of the store.
 
     The store is only read.
     """
@@ -181,11 +181,11 @@ def _stored(data_dir: Path) -> tuple[int | None, str | None]:
     if not file.exists():
         return 0, None
     try:
+        opening.check_revision(file, busy_ms=BUSY_MS)
         engine = database.open_database(data_dir, busy_ms=BUSY_MS)
         try:
             with database.reading(engine, file) as connection:
-                ready = opening.current(connection) == opening.HEAD
-                return holding.stored_bytes(connection) if ready else None, None
+                return holding.stored_bytes(connection) if opening.current(connection) else 0, None
         finally:
             engine.dispose()
     except StoreError as err:
@@ -369,10 +369,8 @@ def _places(found: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     if place["problem"]:
         yield False, f"data directory {place['path']}: {place['problem']}"
     else:
-        stored = (
-            "not counted, an older ssmd wrote it" if place["stored_bytes"] is None else show_size(place["stored_bytes"])
-        )
-        yield True, f"data directory {place['path']}: {stored} stored, of a quota of {show_size(place['quota_bytes'])}"
+        stored, quota = show_size(place["stored_bytes"]), show_size(place["quota_bytes"])
+        yield True, f"data directory {place['path']}: {stored} stored, of a quota of {quota}"
     if place["open_to_others"]:
         yield (
             False,

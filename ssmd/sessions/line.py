@@ -175,24 +175,3 @@ class Passage:
 
 NOTHING = Line(np.empty(0, np.int32))
 SILENCE = Passage("")
-
-
-def regrown(
-    parts: Sequence[tuple[Line, Passage, bool]], ids_shared: int, own: Ids, text_shared: int, text: str
-) -> tuple[int | None, Line, Passage] | None:
-    """Rebuild the (stem, line, passage) of a turn from its parent's first ids and characters, and its own.
-
-    parts: the parent's lines and passages, the last part first, and whether each may be the stem.
-    stem: index of the last part that ends within what is shared; None if there is none.
-    Returns None if more is shared than the parent has.
-    """
-    if ids_shared > (len(parts[0][0]) if parts else 0) or text_shared > (len(parts[0][1]) if parts else 0):
-        return None
-    ids, words = [own], [text]
-    for i, (line, passage, may) in enumerate(parts):
-        if may and len(line) <= ids_shared and len(passage) <= text_shared:
-            found = line.cut(len(line)).then(np.concatenate(ids))
-            return i, found, passage.cut(len(passage)).then("".join(words))
-        ids.insert(0, line.own[: max(0, ids_shared - line.start)])
-        words.insert(0, passage.own[: max(0, text_shared - passage.start)])
-    return None, Line.of(np.concatenate(ids)), Passage("".join(words))

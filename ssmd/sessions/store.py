@@ -75,10 +75,10 @@ class Store:
 
     @staticmethod
     def open(data_dir: Path, *, busy_ms: int = 2000, quota: int | None = None) -> Store:
-        """Open the store in `data_dir`; create (0700, 0600) or migrate it as needed.
+        """Open the store in `data_dir`; create it (0700, 0600) if there is none.
 
         busy_ms: longest wait for another process that writes. quota: bytes of checkpoints that a commit may leave at
-        most. A database of a newer version is refused and left as it is.
+        most. A database of another revision is refused and left as it is.
         """
         return Store(*opening.open_store(data_dir, busy_ms=busy_ms), quota)
 

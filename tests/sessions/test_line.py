@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from ssmd.sessions.line import (
     EMPTY,
     NOTHING,
-    SILENCE,
     Line,
     Passage,
     advance,
     anchor,
     anchors,
     as_ids,
-    regrown,
 )
 
 ids_ = st.lists(st.integers(0, 2**31 - 1), max_size=200)
@@ -159,45 +157,3 @@ def test_no_anchors() -> None:
     assert anchors(1, 0) == []
     assert anchors(17, 16) == [16], "that of the position before the first: known beside a cut"
     assert anchors(1, 20) == [*range(1, 17), 18, 20]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.booleans()), max_size=5),
-    st.integers(0, 40),
-    st.integers(0, 40),
-    st.lists(st.integers(0, 9), max_size=4),
-    st.text("xyz", max_size=4),
-)
-def test_regrown(
-    added: list[tuple[int, int, bool]], ids_shared: int, text_shared: int, own: list[int], text: str
-) -> None:
-    """Whatever it shares with its parent, the whole is what was written."""
-    line, words = NOTHING, SILENCE
-    parts: list[tuple[Line, Passage, bool]] = []
-    all_ids: list[int] = []
-    all_text = ""
-    for n, (more, letters, may) in enumerate(added):
-        new, said = [100 * n + k for k in range(more)], "abcdef"[:letters]
-        line, words = line.cut(len(line)).then(new), words.cut(len(words)).then(said)
-        all_ids, all_text = [*all_ids, *new], all_text + said
-        parts.insert(0, (line, words, may))
-    made = regrown(parts, ids_shared, as_ids(own), text_shared, text)
-    if ids_shared > len(all_ids) or text_shared > len(all_text):
-        assert made is None
-        return
-    assert made is not None
-    stem, found, passage = made
-    expected = Line.of([*all_ids[:ids_shared], *own]), Passage(all_text[:text_shared] + text)
-    fitting = [
-        i for i, (part, said, may) in enumerate(parts) if may and len(part) <= ids_shared and len(said) <= text_shared
-    ]
-    assert stem == (fitting[0] if fitting else None)
-    for got, wanted in ((found, expected[0]), (passage, expected[1])):
-        assert len(got) == len(wanted)
-        assert got.hash(len(got)) == wanted.hash(len(wanted))
-        assert got.hash(got.start) == wanted.hash(got.start)
-    assert found.own.tolist() == expected[0].own.tolist()[found.start :]
-    if stem is not None:
-        assert (found.start, passage.start) == (len(parts[stem][0]), len(parts[stem][1]))
-    else:
-        assert (found.start, passage.start) == (0, 0)

@@ -428,7 +428,7 @@ def test_while_the_daemon_runs(artifacts: TinyArtifacts, tmp_path: Path) -> None
 
 def test_json_of_a_forged_file_is_what_any_reader_sees() -> None:
     """The helpers themselves: taken apart and put together again, a file says the same."""
-    data = (Path(__file__).parents[1] / "data" / "session-file-1.ssmd").read_bytes()
+    data = (Path(__file__).parents[1] / "data" / "session-file-2-states.ssmd").read_bytes()
     again = split(seal(join(split(data))))
     assert json.dumps(again.document) == json.dumps(split(data).document)
     assert again.body == split(data).body

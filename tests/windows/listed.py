@@ -6,7 +6,7 @@ import pytest
 
 RUN = (
     *("tests/machine", "tests/test_config.py", "tests/model/test_made.py", "tests/model/test_artifact.py"),
-    *("tests/sessions/rows/test_codec.py", "tests/sessions/rows/test_damage.py", "tests/sessions/rows/test_lock.py"),
+    *("tests/sessions/rows/test_damage.py", "tests/sessions/rows/test_lock.py"),
     *("tests/sessions/rows/test_migrate.py", "tests/sessions/rows/test_retention.py", "tests/sessions/test_store.py"),
     *("tests/sessions/test_old_files.py", "tests/sessions/files/test_transfer.py"),
     *("tests/hub/test_wheel.py", "tests/daemon_client/test_discovery.py", "tests/daemon_client/test_logfile.py"),

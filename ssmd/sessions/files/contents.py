@@ -13,11 +13,7 @@ from numpy.typing import NDArray
 from ssmd.model.state import State, StateError, StateSpec, TensorSpec
 from ssmd.sessions.checkpoint import CheckpointKind, NewCheckpoint, Scope
 from ssmd.sessions.files import sessionfile
-from ssmd.sessions.files.document import (
-    CheckpointEntry,
-    FirstCheckpointEntry,
-    FirstDocument,
-)
+from ssmd.sessions.files.document import CheckpointEntry
 from ssmd.sessions.files.sessionfile import SessionFileReader
 from ssmd.sessions.files.turns import moment_of, read_turns
 from ssmd.sessions.line import NOTHING, Line
@@ -44,7 +40,7 @@ class Contents:
     clock: datetime
     turns: list[NewTurn]
     checkpoints: list[EncodedCheckpoint]
-    marks: list[CheckpointPlace]  # of the checkpoints whose ids are a turn's own
+    marks: list[CheckpointPlace]  # of the checkpoints
     stems: dict[str, str | None]  # by turn: the turn whose ids it continues
 
     def line(self, turn_id: str) -> Line:
@@ -64,12 +60,11 @@ def read(reader: SessionFileReader, *, spec: StateSpec | None, vocabulary: int |
     turns, stems = read_turns(reader, vocabulary)
     if reader.document.session.head not in {t.id for t in turns}:
         raise reader.error(f"its head {reader.document.session.head!r} is not one of its turns")
-    fed = _fed(reader, turns, stems, vocabulary)
+    fed = _fed(reader, turns, stems)
     room = min(MAX_STATE_FACTOR * reader.nbytes, sessionfile.MAX_FILE_BYTES)
     checkpoints = _checkpoints(reader, own, fed, room) if own and states else []
-    return Contents(
-        moment_of(reader, reader.document.session.clock), turns, checkpoints, _marks(reader, fed, turns), stems
-    )
+    marks = [CheckpointPlace(entry.turn, entry.kind, entry.position) for entry in reader.document.checkpoints]
+    return Contents(moment_of(reader, reader.document.session.clock), turns, checkpoints, marks, stems)
 
 
 def _spec(reader: SessionFileReader, expected: StateSpec | None) -> StateSpec | None:
@@ -92,7 +87,7 @@ def _checkpoints(
 ) -> list[EncodedCheckpoint]:
     """Check, read and encode the checkpoints, parents first. ids: of each of them. room: bytes that all may take."""
     document = reader.document
-    made: list[tuple[FirstCheckpointEntry, NewCheckpoint, bytes]] = []
+    made: list[tuple[CheckpointEntry, NewCheckpoint, bytes]] = []
     encoded: list[EncodedCheckpoint] = []
     most = room
     for i in sorted(range(len(ids)), key=lambda i: ids[i].position):
@@ -147,25 +142,16 @@ class _FedIds:
         return next(part for part in self.parts if part.start <= position).hash(position)
 
 
-def _fed(
-    reader: SessionFileReader, turns: Sequence[NewTurn], stems: Mapping[str, str | None], vocabulary: int | None
-) -> list[_FedIds]:
+def _fed(reader: SessionFileReader, turns: Sequence[NewTurn], stems: Mapping[str, str | None]) -> list[_FedIds]:
     """Return the ids that each checkpoint was fed."""
     known = {t.id: t for t in turns}
     found = []
     for i, entry in enumerate(reader.document.checkpoints):
         if entry.turn not in known:
             raise reader.error(f"checkpoint {i} belongs to the turn {entry.turn!r}, which is not in the file")
-        if isinstance(entry, CheckpointEntry):
-            parts = _parts(stems, known, entry.turn)
-            if entry.position > len(known[entry.turn].ids):
-                raise reader.error(f"checkpoint {i} at position {entry.position} is not within the ids of its turn")
-            found.append(_FedIds(entry.position, parts))
-            continue
-        ids = reader.ids(f"checkpoint.{i}.ids", vocabulary)
-        if not len(ids):
-            raise reader.error(f"checkpoint {i} has no ids: before the first token there is no state")
-        found.append(_FedIds(len(ids), [Line(ids)]))
+        if entry.position > len(known[entry.turn].ids):
+            raise reader.error(f"checkpoint {i} at position {entry.position} is not within the ids of its turn")
+        found.append(_FedIds(entry.position, _parts(stems, known, entry.turn)))
     return found
 
 
@@ -179,19 +165,7 @@ def _parts(stems: Mapping[str, str | None], turns: Mapping[str, NewTurn], turn: 
     return parts
 
 
-def _marks(reader: SessionFileReader, fed: Sequence[_FedIds], turns: Sequence[NewTurn]) -> list[CheckpointPlace]:
-    """Return the places of checkpoints whose ids are a prefix of their turn's ids."""
-    ends = {t.id: t.ids for t in turns}
-    marks = []
-    for entry, ids in zip(reader.document.checkpoints, fed, strict=True):
-        own = ends[entry.turn]
-        within = own.start <= ids.position <= len(own) and own.hash(ids.position) == ids.hash(ids.position)
-        if within or (isinstance(entry, CheckpointEntry) and ids.position <= len(own)):
-            marks.append(CheckpointPlace(entry.turn, entry.kind, ids.position))
-    return marks
-
-
-def _rows_are_whole(reader: SessionFileReader, i: int, entry: FirstCheckpointEntry, position: int) -> None:
+def _rows_are_whole(reader: SessionFileReader, i: int, entry: CheckpointEntry, position: int) -> None:
     at = 0
     for k in entry.rows:
         if k >= len(reader.document.rows):
@@ -205,7 +179,7 @@ def _rows_are_whole(reader: SessionFileReader, i: int, entry: FirstCheckpointEnt
 
 
 def _parent_among(
-    made: Sequence[tuple[FirstCheckpointEntry, NewCheckpoint, bytes]], entry: FirstCheckpointEntry, ids: _FedIds
+    made: Sequence[tuple[CheckpointEntry, NewCheckpoint, bytes]], entry: CheckpointEntry, ids: _FedIds
 ) -> NewCheckpoint | None:
     """Return the deepest checkpoint made so far whose rows are the first of this one's, so that they can be shared."""
     for other, checkpoint, hashed in reversed(made):
@@ -229,8 +203,6 @@ def _no_strangers(reader: SessionFileReader, spec: StateSpec | None) -> None:
     """Raise SessionFileError unless the file has exactly the tensors that its document describes."""
     document = reader.document
     recurrent = [t.name for t in (spec.recurrent if spec else ())]
-    if isinstance(document, FirstDocument):
-        recurrent.append("ids")
     rows = [t.name for t in (spec.rows if spec else ())]
     # Counted first: a document can describe far more tensors than a file can hold.
     count = len(document.turns) + len(document.checkpoints) * len(recurrent) + len(document.rows) * len(rows)

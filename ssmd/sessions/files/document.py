@@ -41,17 +41,14 @@ class SessionEntry(Strict):
     title: Annotated[str | None, AfterValidator(_checked)] = None
 
 
-class MessageEntry(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str
-    name: str | None = None
-
-
-class SaidEntry(MessageEntry):
+class SaidEntry(Strict):
     """A message among the items. id: its own, which HTTP shows too."""
 
     id: Id
     type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+    name: str | None = None
 
 
 class CallEntry(Strict):
@@ -83,8 +80,11 @@ def as_entries(items: Sequence[dict[str, Any]]) -> list[ItemEntry]:
     return _ITEMS.validate_python(items)
 
 
-class AnyTurnEntry(Strict):
-    """The fields of a turn in the header that every format has."""
+class TurnEntry(Strict):
+    """A turn in the header. Its ids are those of its stem, then the tensor turn.<i>.ids; its text likewise.
+
+    cut: messages after the system prompt that are in neither.
+    """
 
     id: Id
     parent: Id | None
@@ -93,14 +93,6 @@ class AnyTurnEntry(Strict):
     finish: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
     complete: bool
     created_at: Short
-
-
-class TurnEntry(AnyTurnEntry):
-    """A turn in the header. Its ids are those of its stem, then the tensor turn.<i>.ids; its text likewise.
-
-    cut: messages after the system prompt that are in neither.
-    """
-
     stem: Id | None
     cut: Count = 0
     items: Annotated[list[ItemEntry], Field(fail_fast=True, max_length=100_000)]
@@ -111,26 +103,6 @@ class TurnEntry(AnyTurnEntry):
         """Return the messages of the input, and those of the answer. Raises ValueError."""
         items, answer = ([item.model_dump() for item in said] for said in (self.items, self.answer))
         return messages_of(items), messages_of(answer)
-
-
-class FirstTurnEntry(AnyTurnEntry):
-    """A turn in the header of format 1.
-
-    Its ids are the first `ids_shared` ids of its parent, then those of the tensor turn.<i>.ids; its text likewise.
-    """
-
-    messages: Annotated[list[MessageEntry], Field(fail_fast=True, max_length=100_000)]
-    answer: MessageEntry
-    ids_shared: Count
-    text_shared: Count
-
-    @property
-    def said(self) -> tuple[Sequence[Message], Sequence[Message]]:
-        """Return the messages of the input, and the answer's."""
-        messages, answer = (
-            [Message(m.role, m.content, m.name) for m in said] for said in (self.messages, [self.answer])
-        )
-        return messages, answer
 
 
 class TensorEntry(Strict):
@@ -146,8 +118,8 @@ class RowsEntry(Strict):
     last: Count
 
 
-class FirstCheckpointEntry(Strict):
-    """A checkpoint in the header of format 1. The tensor checkpoint.<i>.ids has its ids.
+class CheckpointEntry(Strict):
+    """A checkpoint in the header: of the first `position` ids of its turn.
 
     rows: numbers of the chunks that make its KV rows [0, position).
     """
@@ -157,36 +129,16 @@ class FirstCheckpointEntry(Strict):
     build: Hex
     producer: Short
     rows: Annotated[list[Count], Field(fail_fast=True, max_length=MAX_ROWS)]
-
-
-class CheckpointEntry(FirstCheckpointEntry):
-    """A checkpoint in the header: of the first `position` ids of its turn."""
-
     position: Annotated[int, Field(ge=1, le=1 << 31)]
 
 
-class _Any(Strict):
+class Document(Strict):
+    """The header's JSON document, without the places of tensors. layout: StateSpec.to_json(), empty without state."""
+
     written_by: Short
     session: SessionEntry
     layout: Annotated[list[TensorEntry], Field(fail_fast=True, max_length=10_000)]
     rows: Annotated[list[RowsEntry], Field(fail_fast=True, max_length=MAX_ROWS)]
-
-
-class Document(_Any):
-    """The header's JSON document, without the places of tensors. layout: StateSpec.to_json(), empty without state."""
-
     format: Literal[2]
     turns: Annotated[list[TurnEntry], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
     checkpoints: Annotated[list[CheckpointEntry], Field(fail_fast=True, max_length=MAX_CHECKPOINTS)]
-
-
-class FirstDocument(_Any):
-    """The header of format 1."""
-
-    format: Literal[1]
-    turns: Annotated[list[FirstTurnEntry], Field(fail_fast=True, min_length=1, max_length=MAX_TURNS)]
-    checkpoints: Annotated[list[FirstCheckpointEntry], Field(fail_fast=True, max_length=MAX_CHECKPOINTS)]
-
-
-AnyDocument = Document | FirstDocument
-DOCUMENTS: dict[int, type[Document] | type[FirstDocument]] = {2: Document, 1: FirstDocument}

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from ssmd.machine.progress import tell
 from ssmd.model.strict import too_many
-from ssmd.sessions.files.document import DOCUMENTS, FORMAT, AnyDocument, Document
+from ssmd.sessions.files.document import FORMAT, Document
 from ssmd.sessions.turn import StoreError
 
 MAX_FILE_BYTES = 4 << 30
@@ -159,17 +159,16 @@ class SessionFileReader:
             raise self.error("its header is not a JSON object")
         return header
 
-    def _document(self, text: str) -> AnyDocument:
+    def _document(self, text: str) -> Document:
         fields = self._parse(text)
         said = fields.get("format")
-        kind = DOCUMENTS.get(said) if type(said) is int else None
-        if kind is None:
+        if type(said) is not int or said != FORMAT:
             raise self.error(
-                f"it has format {str(said)[:20]}, this ssmd reads formats up to {FORMAT}: "
-                "use the version that wrote it, or a newer one"
+                f"it has format {str(said)[:20]}, this ssmd reads format {FORMAT} alone: "
+                "import it with the version that wrote it, or a newer one"
             )
         try:
-            return kind.model_validate(fields)
+            return Document.model_validate(fields)
         except ValidationError as err:
             first = err.errors(include_input=False, include_url=False)[0]
             raise self.error(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from err
@@ -205,9 +204,6 @@ class SessionFileReader:
     @property
     def names(self) -> set[str]:
         return set(self._places)
-
-    def has(self, name: str) -> bool:
-        return name in self._places
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Return the dtype of a tensor. Raises SessionFileError if there is no such tensor."""

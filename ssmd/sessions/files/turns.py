@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 
-from ssmd.sessions.files.document import FirstTurnEntry, TurnEntry
+from ssmd.sessions.files.document import TurnEntry
 from ssmd.sessions.files.sessionfile import SessionFileReader
-from ssmd.sessions.line import NOTHING, SILENCE, Ids, Line, Passage, regrown
+from ssmd.sessions.line import Ids, Line, Passage
 from ssmd.sessions.rows.turns import check_unicode, to_micros
 from ssmd.sessions.turn import NewTurn, StoreError
-
-_MAX_PARTS = 64  # turns above a turn of format 1 that are searched for its stem
-MAX_REBUILT_BYTES = 256 << 20  # ids and text of all turns of format 1, which may share any part of their parent's
 
 
 def read_turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[NewTurn], dict[str, str | None]]:
@@ -23,21 +20,13 @@ def read_turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[
     turns: dict[str, NewTurn] = {}
     stems: dict[str, str | None] = {}
     lengths: dict[str | None, int] = {None: 0}  # of conversations, in messages
-    rebuilt = 0
-    entries: Sequence[TurnEntry | FirstTurnEntry] = reader.document.turns
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(reader.document.turns):
         if entry.id in turns:
             raise reader.error(f"turn {entry.id!r} occurs twice")
         if entry.parent is not None and entry.parent not in turns:
             raise reader.error(f"turn {entry.id!r} stands before its parent {entry.parent!r}, or that is missing")
         own = reader.ids(f"turn.{i}.ids", vocabulary)
-        if isinstance(entry, TurnEntry):
-            stem, ids, text = _grown(reader, turns, entry, own)
-        else:
-            stem, ids, text = _regrown(reader, turns, stems, entry, own)
-            rebuilt += ids.own.nbytes + len(text.own)
-            if rebuilt > MAX_REBUILT_BYTES:
-                raise reader.error(f"its turns unfold to more than {MAX_REBUILT_BYTES} bytes")
+        ids, text = _grown(reader, turns, entry, own)
         if entry.prompt_tokens > len(ids) > 0:
             raise reader.error(f"turn {entry.id!r} has more prompt tokens than ids")
         try:
@@ -49,11 +38,10 @@ def read_turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[
         [answer] = answers
         if answer.role != "assistant":
             raise reader.error(f"turn {entry.id!r} is answered by the {answer.role}")
-        cut = entry.cut if isinstance(entry, TurnEntry) else 0
-        if cut >= lengths[entry.parent] + max(1, len(messages)):
-            raise reader.error(f"turn {entry.id!r} leaves out {cut} messages, more than there are before it")
+        if entry.cut >= lengths[entry.parent] + max(1, len(messages)):
+            raise reader.error(f"turn {entry.id!r} leaves out {entry.cut} messages, more than there are before it")
         lengths[entry.id] = lengths[entry.parent] + len(messages) + 1
-        stems[entry.id] = stem
+        stems[entry.id] = entry.stem
         turns[entry.id] = NewTurn(
             id=entry.id,
             session=reader.document.session.id,
@@ -66,7 +54,7 @@ def read_turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[
             finish=entry.finish,
             complete=entry.complete,
             created_at=moment_of(reader, entry.created_at),
-            cut=cut,
+            cut=entry.cut,
         )
         try:
             check_unicode(turns[entry.id])
@@ -75,44 +63,14 @@ def read_turns(reader: SessionFileReader, vocabulary: int | None) -> tuple[list[
     return list(turns.values()), stems
 
 
-def _grown(
-    reader: SessionFileReader, turns: Mapping[str, NewTurn], entry: TurnEntry, own: Ids
-) -> tuple[str | None, Line, Passage]:
-    """Return (stem, ids, text) of a turn."""
+def _grown(reader: SessionFileReader, turns: Mapping[str, NewTurn], entry: TurnEntry, own: Ids) -> tuple[Line, Passage]:
+    """Return (ids, text) of a turn."""
     if entry.stem is None:
-        return None, Line(own), Passage(entry.text)
+        return Line(own), Passage(entry.text)
     above = turns.get(entry.stem)
     if above is None or not len(above.ids):
         raise reader.error(f"turn {entry.id!r} stands before its stem {entry.stem!r}, or that has no ids")
-    ids = above.ids.cut(len(above.ids)).then(own)
-    return entry.stem, ids, above.text.cut(len(above.text)).then(entry.text)
-
-
-def _regrown(
-    reader: SessionFileReader,
-    turns: Mapping[str, NewTurn],
-    stems: Mapping[str, str | None],
-    entry: FirstTurnEntry,
-    own: Ids,
-) -> tuple[str | None, Line, Passage]:
-    """Return (stem, ids, text) of a turn of format 1."""
-    names: list[str] = []
-    at = entry.parent
-    while at is not None and len(turns[at].ids) and len(names) < _MAX_PARTS:
-        names.append(at)
-        if len(turns[at].ids) <= entry.ids_shared and len(turns[at].text) <= entry.text_shared:
-            break  # this is the stem
-        at = stems[at]
-    else:
-        if at is not None and len(names) == _MAX_PARTS:
-            return None, NOTHING, SILENCE  # the next request reads its messages again
-    made = regrown(
-        [(turns[n].ids, turns[n].text, True) for n in names], entry.ids_shared, own, entry.text_shared, entry.text
-    )
-    if made is None:
-        raise reader.error(f"turn {entry.id!r} shares more with its parent than the parent has")
-    stem, ids, text = made
-    return None if stem is None else names[stem], ids, text
+    return above.ids.cut(len(above.ids)).then(own), above.text.cut(len(above.text)).then(entry.text)
 
 
 def moment_of(reader: SessionFileReader, text: str) -> datetime:

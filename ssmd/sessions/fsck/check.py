@@ -53,7 +53,9 @@ def _blob_problem(row: Any) -> str:
         return "its numbers are not what was written"
     if not is_genuine(row.data, row.checksum):
         return "its numbers were altered (their checksum differs)"
-    if not is_count(row.first, row.last) or row.first >= row.last or dtype_of(row.dtype) is None:
+    if dtype_of(row.dtype) is None:
+        return f"its numbers are stored as {row.dtype!r}, which this version does not read"
+    if not is_count(row.first, row.last) or row.first >= row.last:
         return "the place of its numbers is not readable"
     return ""
 

@@ -1,26 +1,21 @@
 """Blobs: the numbers of a state cut into rows of the database, and read back part by part.
 
 Recurrent data is all conv and ssm tensors in the order of the spec, flattened and cut. KV rows are stored token by
-token in the order of `StateSpec.row_columns`. Encodings (docs/state-layout.md):
-
-    raw/float16, raw/float32    little-endian values as they are; KV rows [rows, tensors x kv_heads x head_dim]
-    float16, float32            written by the first version: `unpack`; KV rows [tensor, kv_heads, rows, head_dim]
-
-Compression gave 0.85 to 0.87 of the size and cost more time than all the rest of a restore: docs/notes/decisions.md.
+token in the order of `StateSpec.row_columns`: [rows, tensors x kv_heads x head_dim]. Both are little-endian values as
+they are, `raw/float16` or `raw/float32`. Compression gave 0.85 to 0.87 of the size and cost more time than all the rest
+of a restore: docs/notes/decisions.md.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import xxhash
-import zstandard
 from numpy.typing import NDArray
 
 from ssmd.model.state import DTYPES, Part, State, StateError, StateSpec, TensorSpec
@@ -48,7 +43,7 @@ class Blob:
 
 
 def is_genuine(data: bytes | memoryview, checksum: object) -> bool:
-    """Return True if data match their checksum: xxh3-128, or sha256 of the first version.
+    """Return True if data match their checksum: xxh3-128, or the sha256 of early rows.
 
     Both reveal damage; neither is a signature.
     """
@@ -58,9 +53,9 @@ def is_genuine(data: bytes | memoryview, checksum: object) -> bool:
 
 
 def dtype_of(encoding: str) -> str | None:
-    """Return the dtype of an encoding, float16 or float32; None if the encoding is unknown."""
+    """Return the dtype of an encoding, float16 or float32; None if the encoding is unknown, as of early rows."""
     name = encoding.removeprefix(_RAW)
-    return name if name in DTYPES else None
+    return name if name != encoding and name in DTYPES else None
 
 
 def _common_dtype(arrays: Iterator[Array]) -> str:
@@ -164,18 +159,13 @@ def cut(state: State, spec: StateSpec) -> tuple[tuple[Blob, ...], tuple[Blob, ..
 
 
 def _values(blob: Blob, count: int) -> Array:
-    """Return the values of a blob, [count]. Raises StateError or CodecError if their number differs."""
+    """Return the values of a blob, [count]. Raises StateError if their number differs."""
     name = dtype_of(blob.encoding)
     if name is None:
         raise StateError(f"numbers are stored as {blob.encoding!r}, which this version does not support")
-    dtype = DTYPES[name]
-    if blob.encoding.startswith(_RAW):
-        if len(blob.data) != count * dtype.itemsize:
-            raise StateError(f"{len(blob.data)} bytes are not {count} values of {name}")
-        return np.frombuffer(blob.data, dtype)
-    out = np.empty(count, dtype)
-    unpack(bytes(blob.data), out)
-    return out
+    if len(blob.data) != count * DTYPES[name].itemsize:
+        raise StateError(f"{len(blob.data)} bytes are not {count} values of {name}")
+    return np.frombuffer(blob.data, DTYPES[name])
 
 
 def _as_dtype(values: Array, dtype: np.dtype[Any]) -> Array:
@@ -189,25 +179,18 @@ def _as_dtype(values: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def rows_part(blob: Blob, spec: StateSpec) -> Part:
-    """Return the KV rows of a segment, in the dtypes of `spec`. Raises CodecError or StateError."""
+    """Return the KV rows of a segment, in the dtypes of `spec`. Raises StateError."""
     count = blob.last - blob.first
-    values = _values(blob, count * spec.row_values)
+    block = _values(blob, count * spec.row_values).reshape(count, spec.row_values)
     tensors: dict[str, Array] = {}
-    at = 0
-    block = values.reshape(count, spec.row_values)
     for t in spec.rows:
-        if blob.encoding.startswith(_RAW):
-            rows = block[:, spec.row_columns[t.name]].reshape(count, *t.shape).transpose(1, 0, 2)
-        else:
-            size = count * t.shape[0] * t.shape[1]
-            rows = values[at : at + size].reshape(t.shape_at(count))
-            at += size
+        rows = block[:, spec.row_columns[t.name]].reshape(count, *t.shape).transpose(1, 0, 2)
         tensors[t.name] = _as_dtype(rows, t.numpy_dtype)
     return Part(blob.first, blob.last, tensors)
 
 
 def piece_values(blob: Blob) -> Array:
-    """Return the values [first, last) of the recurrent data. Raises CodecError or StateError."""
+    """Return the values [first, last) of the recurrent data. Raises StateError."""
     return _values(blob, blob.last - blob.first)
 
 
@@ -242,62 +225,6 @@ def joined(parts: Iterator[Part], spec: StateSpec, position: int) -> State:
             else:
                 tensors[name] = array
     return State(position, 0, tensors | {name: np.concatenate(found, axis=1) for name, found in rows.items()})
-
-
-class CodecError(ValueError):
-    """Packed bytes that are damaged or differ from their declared size."""
-
-
-def planes(packed: bytes, count: int, itemsize: int) -> list[NDArray[np.uint8]]:
-    """Return the byte planes, [count] each, of `count` packed values. Allocates no more. Raises CodecError.
-
-    This reads `planes-zstd/1`, the codec of the first version; it is not written any more. The bytes of an array are
-    split into planes (a float32 array of n values: all lowest bytes, ..., all highest). Each plane is a zstd frame, or
-    stored as it is if that is not larger.
-
-        packed = stored length of each plane (u32 little-endian), then the planes.
-        A plane stored in `count` bytes is the plane itself, in fewer a zstd frame of it.
-    """
-    table = 4 * itemsize
-    if len(packed) < table:
-        raise CodecError(f"{len(packed)} bytes are too few for the table of planes")
-    lengths = struct.unpack_from(f"<{itemsize}I", packed)
-    if table + sum(lengths) != len(packed):
-        raise CodecError(f"planes of {lengths} bytes do not make {len(packed)} bytes")
-    decompressor = zstandard.ZstdDecompressor()
-    view, at, found = memoryview(packed), table, []
-    for length in lengths:
-        stored = view[at : at + length]
-        at += length
-        plane = stored if length == count else _decompress(decompressor, stored, count)
-        found.append(np.frombuffer(plane, np.uint8))
-    return found
-
-
-def _decompress(decompressor: zstandard.ZstdDecompressor, frame: memoryview, count: int) -> bytes:
-    try:
-        # A frame may lie: its declared size is checked before anything of that size is allocated.
-        declared = zstandard.get_frame_parameters(frame).content_size
-        if declared != count:
-            raise CodecError(f"a frame declares {declared} bytes, {count} are expected")
-        plane = decompressor.decompress(frame, allow_extra_data=False)
-    except zstandard.ZstdError as err:
-        raise CodecError(f"zstd: {err}") from err
-    if len(plane) != count:
-        raise CodecError(f"a frame holds {len(plane)} bytes, {count} are expected")
-    return plane
-
-
-def join(parts: list[NDArray[np.uint8]], out: NDArray[Any]) -> None:
-    """Write planes into `out`, whose last axis is contiguous. The planes follow `out`'s C order."""
-    octets = out.view(np.uint8)  # [..., d * itemsize]
-    for i, plane in enumerate(parts):
-        octets[..., i :: len(parts)] = plane.reshape(out.shape)
-
-
-def unpack(packed: bytes, out: NDArray[Any]) -> None:
-    """Unpack into a whole array or a slice of one (last axis contiguous). Raises CodecError."""
-    join(planes(packed, out.size, out.dtype.itemsize), out)
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,7 +127,7 @@ class CheckpointRow:
 def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) -> list[CheckpointRow]:
     """Return the deepest checkpoint of each kind that the turns of a path link to. path: turn ids, root first.
 
-    All have one layout.
+    All have one layout, and numbers in an encoding that is known.
     """
     depth = {turn: i for i, turn in enumerate(path)}
     t = turn_checkpoint.c
@@ -143,19 +143,29 @@ def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) ->
         rows += connection.execute(columns.where(_c.id.in_(numbers[at : at + _BATCH])))
     # By turn first: the turns after a cut are shorter than those before it.
     deepest = sorted(rows, key=lambda r: (depth[own[r.id]], r.position, r.id), reverse=True)
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, CheckpointRow] = {}
     for row in deepest:
-        if row.layout == deepest[0].layout:
-            chosen.setdefault(row.kind, row)
-    return [_stored(connection, row.id, own[row.id]) for row in chosen.values()]
+        if row.kind in chosen or row.layout != deepest[0].layout:
+            continue
+        if (stored := _stored(connection, row.id, own[row.id])) is not None:
+            chosen[row.kind] = stored
+    return list(chosen.values())
 
 
-def _stored(connection: Connection, checkpoint_id: int, turn: str) -> CheckpointRow:
+def _stored(connection: Connection, checkpoint_id: int, turn: str) -> CheckpointRow | None:
+    """Return a checkpoint; None if its numbers are in an unknown encoding."""
     query = select(checkpoint, layout.c.tensors).join(layout, layout.c.digest == _c.layout)
     row = connection.execute(query.where(_c.id == checkpoint_id)).one()
-    dtypes = connection.scalars(select(piece.c.dtype).where(piece.c.checkpoint == checkpoint_id).distinct()).all()
+    encodings = connection.scalars(select(piece.c.dtype).where(piece.c.checkpoint == checkpoint_id).distinct())
+    dtypes = [dtype_of(e) for e in encodings]
     columns = (segment.c.id, segment.c.first, segment.c.last, segment.c.dtype)
-    segments = connection.execute(segments_of(checkpoint_id, *columns))
+    segments: list[tuple[int, int, int, str]] = []
+    for s in connection.execute(segments_of(checkpoint_id, *columns)):
+        if (dtype := dtype_of(s.dtype)) is None:
+            return None
+        segments.append((s.id, s.first, s.last, dtype))
+    if None in dtypes:
+        return None
     return CheckpointRow(
         id=checkpoint_id,
         turn=turn,
@@ -166,8 +176,8 @@ def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Checkpoint
         key=row.key,
         layout=row.layout,
         lineage=row.lineage,
-        dtype="float32" if any(dtype_of(d) != "float16" for d in dtypes) else "float16",
-        segments=tuple((s.id, s.first, s.last, dtype_of(s.dtype) or "float32") for s in segments),
+        dtype="float32" if any(d != "float16" for d in dtypes) else "float16",
+        segments=tuple(segments),
         spec=StateSpec.from_json(row.tensors),
     )
 

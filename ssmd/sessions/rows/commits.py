@@ -19,7 +19,7 @@ from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import database, erasure, growth, holding, replies, retention, sessions, turns
-from ssmd.sessions.rows.blobs import EncodedCheckpoint, is_genuine
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of, is_genuine
 from ssmd.sessions.rows.checkpoints import CheckpointResult, sweep
 from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.rows.disk_space import DiskSpace
@@ -147,23 +147,24 @@ def _bound_text(connection: Connection, quota: int | None) -> None:
 
 
 def drop(connection: Connection, checkpoint_id: int, spec: StateSpec) -> int:
-    """Remove a checkpoint that cannot be read, and those that list its altered KV rows. Returns how many.
+    """Remove a checkpoint that cannot be read, and those that list its unreadable KV rows. Returns how many.
 
     It is read once more first: a mere read error then removes nothing.
     """
     if _is_sound(connection, checkpoint_id, spec):
         return 0
-    listed, altered = [], []
-    columns = (segment.c.id, segment.c.checksum, segment.c.data)
+    listed, unreadable = [], []
+    columns = (segment.c.id, segment.c.dtype, segment.c.checksum, segment.c.data)
     with contextlib.closing(connection.execute(segments_of(checkpoint_id, *columns))) as rows:
         for row in rows:
             listed.append(row.id)
-            if not isinstance(row.data, bytes) or not is_genuine(row.data, row.checksum):
-                altered.append(row.id)
+            known = isinstance(row.dtype, str) and dtype_of(row.dtype) is not None
+            if not known or not isinstance(row.data, bytes) or not is_genuine(row.data, row.checksum):
+                unreadable.append(row.id)
     c = checkpoint_segment.c
     listing = select(checkpoint.c.id).join(checkpoint_segment, c.checkpoint == checkpoint.c.id)
     doomed = {checkpoint_id}
-    for some in batches(altered):
+    for some in batches(unreadable):
         doomed.update(connection.scalars(listing.where(c.segment.in_(some))))
     sharing = set(doomed)
     for some in batches(listed):

@@ -78,7 +78,7 @@ class _OpenFile:
 
 
 def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
-    """Open an engine over `data_dir`'s database, created if there is none. Raises StoreError; migrates nothing."""
+    """Open an engine over `data_dir`'s database, created if there is none. Raises StoreError; makes no tables."""
     file = data_dir / FILE
     try:
         opened = _OpenFile(file, _prepare(data_dir, file))
@@ -138,20 +138,6 @@ def sparing(engine: Engine, file: Path) -> Iterator[Connection]:
             yield connection
         finally:
             connection.exec_driver_sql("PRAGMA secure_delete=ON")
-
-
-@contextlib.contextmanager
-def migrating(engine: Engine, file: Path) -> Iterator[Connection]:
-    """Open a write transaction that may make tables again; rows that point at them stay."""
-    with errors(file), engine.connect() as connection:
-        raw: Any = connection.connection.dbapi_connection
-        raw.execute("PRAGMA foreign_keys=OFF")  # dropping a table would remove the rows that point at it
-        try:
-            connection = connection.execution_options(ssmd_write=True)
-            with connection.begin():
-                yield connection
-        finally:
-            raw.execute("PRAGMA foreign_keys=ON")
 
 
 def settle(engine: Engine, file: Path, *, idle: bool) -> None:

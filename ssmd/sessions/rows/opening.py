@@ -1,13 +1,13 @@
-"""Opening of a store's database: it is made or migrated to the newest schema, even on a full disk."""
+"""Opening of a store's database: its tables are made if there are none, even on a full disk."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import sqlite3
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, inspect, text
 
-from ssmd.machine import lockfile
 from ssmd.sessions.rows import database, disk_space
 from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.turn import StoreError
@@ -16,9 +16,9 @@ HEAD = "0011"  # the newest revision; a test compares it with the files
 
 
 def open_store(data_dir: Path, *, busy_ms: int) -> tuple[Engine, Path]:
-    """Open the database in `data_dir`; create (0700, 0600) or migrate it as needed. Raises StoreError.
+    """Open the database in `data_dir`; create it (0700, 0600) if there is none. Raises StoreError.
 
-    A database of a newer version is refused and left as it is. So is one of an older version whose daemon still runs.
+    A database of another revision is refused and left as it is.
     """
     try:
         return _open(data_dir, busy_ms)
@@ -30,14 +30,13 @@ def open_store(data_dir: Path, *, busy_ms: int) -> tuple[Engine, Path]:
 
 def _open(data_dir: Path, busy_ms: int) -> tuple[Engine, Path]:
     file = data_dir / database.FILE
+    check_revision(file, busy_ms=busy_ms)
     engine = database.open_database(data_dir, busy_ms=busy_ms)
     try:
         with database.reading(engine, file) as connection:
             revision = current(connection)
         if revision != HEAD:
-            if revision is not None:
-                _check_unused(data_dir, file)
-            with database.migrating(engine, file) as connection:
+            with database.writing(engine, file) as connection:
                 upgrade(connection, file)
     except BaseException:
         engine.dispose()
@@ -45,17 +44,27 @@ def _open(data_dir: Path, busy_ms: int) -> tuple[Engine, Path]:
     return engine, file
 
 
-def _check_unused(data_dir: Path, file: Path) -> None:
-    """Raise StoreError if another process, a daemon of an older version, still writes the old schema."""
-    try:
-        holder = lockfile.holder(data_dir / lockfile.LOCK_FILE)
-    except OSError:  # then no daemon can have locked it
-        return
-    if holder not in (None, os.getpid()):
-        process = f" (process {holder})" if holder else ""
+def check_revision(file: Path, *, busy_ms: int) -> None:
+    """Raise StoreError if a database is of another revision. Changes neither the file nor its log.
+
+    A connection that may write would change both: it moves the log into the file when it closes. What cannot be read
+    here is found when the database is opened.
+    """
+    revision = None
+    with contextlib.suppress(sqlite3.Error):
+        place = f"{file.absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(place, uri=True, timeout=busy_ms / 1000)) as raw:
+            if raw.execute("PRAGMA application_id").fetchone() == (database.APPLICATION_ID,):
+                (revision,) = raw.execute("SELECT version_num FROM alembic_version").fetchone() or (None,)
+    _refuse_other(revision, file)
+
+
+def _refuse_other(revision: str | None, file: Path) -> None:
+    if revision not in (None, HEAD):
         raise StoreError(
-            f"{file} is of an older ssmd, whose daemon{process} still runs; nothing was changed: end that daemon "
-            "first, with `ssmd stop`"
+            f"{file} was written by another version of ssmd (revision {revision!r}; this one reads {HEAD!r}); nothing "
+            "was changed. To take its sessions along, run `ssmd session export --all --into DIR` with the version that "
+            "wrote it, move the file away, and run `ssmd session import DIR/*.ssmd` with this one"
         )
 
 
@@ -77,21 +86,15 @@ def current(connection: Connection) -> str | None:
 
 
 def upgrade(connection: Connection, file: Path) -> None:
-    """Bring the tables to HEAD inside the caller's transaction. Raises StoreError on an unknown revision."""
+    """Make the tables of HEAD inside the caller's transaction. Raises StoreError on another revision."""
     revision = current(connection)
-    if revision == HEAD:
+    _refuse_other(revision, file)
+    if revision == HEAD:  # another process made them meanwhile
         return
-    from alembic import command  # 0.2 s to import, and only needed for a migration
+    from alembic import command  # 0.2 s to import, and only needed to make tables
     from alembic.config import Config
-    from alembic.script import ScriptDirectory
 
     config = Config()
     config.set_main_option("script_location", str(migrations_dir()).replace("%", "%%"))
-    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-    if revision is not None and revision not in known:
-        raise StoreError(
-            f"{file} was written by a newer ssmd (revision {revision!r}; this one knows up to {HEAD}); "
-            "nothing was changed: install the newer version, or use another data directory"
-        )
     config.attributes["connection"] = connection
     command.upgrade(config, "head")

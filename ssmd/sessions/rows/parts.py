@@ -15,7 +15,6 @@ from sqlalchemy import Connection, select
 
 from ssmd.model.state import Part, StateError, StateSpec
 from ssmd.sessions.checkpoint import Digested, digest
-from ssmd.sessions.rows import blobs
 from ssmd.sessions.rows.blobs import (
     MAX_BLOB_BYTES,
     Blob,
@@ -92,7 +91,7 @@ def _verified(blob: Blob, name: str, read: Callable[[Blob], Part | Array]) -> Pa
         raise DamagedState(f"{what} were altered (their checksum differs)")
     try:
         return read(blob)
-    except (blobs.CodecError, StateError) as err:
+    except StateError as err:
         raise DamagedState(f"{what} cannot be read: {err}") from err
 
 

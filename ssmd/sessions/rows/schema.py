@@ -141,7 +141,7 @@ piece = Table(
     Column("first", Integer, primary_key=True),  # values [first, last) of the flattened recurrent data
     Column("last", Integer, nullable=False),
     Column("dtype", String(8), nullable=False),
-    Column("checksum", LargeBinary(32), nullable=False),  # xxh3-128 of `data`; sha256 in rows of the first version
+    Column("checksum", LargeBinary(32), nullable=False),  # xxh3-128 of `data`; sha256 in early rows
     Column("data", LargeBinary, nullable=False),
 )
 
@@ -153,7 +153,7 @@ segment = Table(
     Column("last", Integer, nullable=False),
     Column("dtype", String(8), nullable=False),
     Column("nbytes", BigInteger, nullable=False),
-    Column("checksum", LargeBinary(32), nullable=False),  # xxh3-128 of `data`; sha256 in rows of the first version
+    Column("checksum", LargeBinary(32), nullable=False),  # xxh3-128 of `data`; sha256 in early rows
     Column("data", LargeBinary, nullable=False),
     sqlite_autoincrement=True,
 )

@@ -28,7 +28,6 @@ from sqlalchemy import func, select
 
 from ssmd.model.state import StateSpec
 from ssmd.sessions.files import contents, document, packing, sessionfile
-from ssmd.sessions.files import turns as file_turns
 from ssmd.sessions.files.sessionfile import SessionFileError
 from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.fsck.repair import check
@@ -441,9 +440,9 @@ def _double(*path: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_set("format", 3), "has format 3, this ssmd reads formats up to 2"),
+        (_set("format", 3), "has format 3, this ssmd reads format 2 alone"),
         (_set("format", True), "has format True"),
-        (_set("format", 1), "format|turns|items"),
+        (_set("format", 1), "has format 1, this ssmd reads format 2 alone"),
         (_set("format", "1"), "format"),
         (_drop("format"), "format"),
         (_set("more", 1), "more"),
@@ -667,14 +666,6 @@ def test_a_header_length_that_lies(good: Path, there: Store, length: int) -> Non
 def test_too_large(good: Path, there: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessionfile, "MAX_FILE_BYTES", 1000)
     refused(there, good, "larger than 1000 bytes")
-
-
-def test_turns_that_unfold_without_end(there: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In format 1 each turn may share any part of its parent's ids: a small file can ask for much memory."""
-    (tmp_path / "here").mkdir()
-    (tmp_path / "good.ssmd").write_bytes((Path(__file__).parents[2] / "data" / "session-file-1.ssmd").read_bytes())
-    monkeypatch.setattr(file_turns, "MAX_REBUILT_BYTES", 200)
-    refused(there, tmp_path / "good.ssmd", "unfold to more than 200 bytes")
 
 
 def test_states_that_unfold_without_end(good: Path, there: Store) -> None:

@@ -1,8 +1,7 @@
-"""The database's revisions: from nothing to now, again without change, and never back from a newer one."""
+"""The database's revision: tables are made once, opened again without change, and those of another one refused."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sqlite3
 import subprocess
@@ -16,11 +15,11 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from keeping import Chat
-from standing import held_elsewhere
 
+from ssmd.sessions.files.backup import back_up
+from ssmd.sessions.fsck.repair import check, repair
 from ssmd.sessions.rows import opening
 from ssmd.sessions.rows.database import APPLICATION_ID, FILE, PAGE_BYTES
-from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.rows.schema import metadata
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -81,12 +80,12 @@ def test_opening_again_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_migration_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All revisions run in one transaction; half of the tables would be worse than none."""
+    """All tables are made in one transaction; half of them would be worse than none."""
     broken = tmp_path / "migrations"
     (broken / "versions").mkdir(parents=True)
     (broken / "env.py").write_text((ROOT / "migrations" / "env.py").read_text())
-    text = (ROOT / "migrations" / "versions" / "0001_sessions.py").read_text()
-    (broken / "versions" / "0001_sessions.py").write_text(f"{text}    op.execute('NO SUCH STATEMENT')\n")
+    text = (ROOT / "migrations" / "versions" / "0011_sessions.py").read_text()
+    (broken / "versions" / "0011_sessions.py").write_text(f"{text}    op.execute('NO SUCH STATEMENT')\n")
     with monkeypatch.context() as patch:
         patch.setattr(opening, "migrations_dir", lambda: broken)
         with pytest.raises(StoreError, match="syntax error"):
@@ -127,36 +126,45 @@ def test_another_programs_database_is_refused_untouched(statement: str, tmp_path
     assert (tmp_path / FILE).read_bytes() == before
 
 
-def test_a_newer_database_is_refused_untouched(tmp_path: Path) -> None:
-    store = Store.open(tmp_path)
+def files(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of the database and of its log."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith("-shm")}
+
+
+@pytest.mark.parametrize("revision", ["0001", "0010", "9999", "later"])
+def test_another_revision_is_refused_with_its_log(revision: str, tmp_path: Path) -> None:
+    """Its process was killed: a part of the rows is in the log alone. The last connection would move it."""
+    store = Store.open(tmp_path / "made")
     Chat(store, "s").say("t1", None, "hi", "hello")
+    with store.writing() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = ?", (revision,))
+    left = tmp_path / "left"
+    left.mkdir(mode=0o700)
+    for name, data in files(tmp_path / "made").items():
+        (left / name).write_bytes(data)
     store.close()
-    raw = sqlite3.connect(tmp_path / FILE)
-    raw.execute("UPDATE alembic_version SET version_num = '9999'")
-    raw.commit()
-    raw.close()
-    before = hashlib.sha256((tmp_path / FILE).read_bytes()).hexdigest()
-    with pytest.raises(StoreError, match=r"newer ssmd .*'9999'.*nothing was changed"):
-        Store.open(tmp_path)
-    assert hashlib.sha256((tmp_path / FILE).read_bytes()).hexdigest() == before
+    before = files(left)
+    assert len(before[f"{FILE}-wal"]) > PAGE_BYTES
+    for _ in range(2):
+        with pytest.raises(
+            StoreError, match=rf"'{revision}'.*nothing was changed.*ssmd session export --all --into DIR"
+        ):
+            Store.open(left)
+        assert files(left) == before
 
 
-def test_an_older_database_is_left_alone_while_its_daemon_runs(tmp_path: Path) -> None:
-    """Its daemon would go on writing the old tables. Only the daemon that holds the lock migrates."""
+def test_the_first_database_is_refused_untouched(tmp_path: Path) -> None:
+    """It is not in WAL mode, which opening would change."""
     shutil.copy(ROOT / "tests" / "data" / "sessions-0001.sqlite", tmp_path / FILE)
-    with held_elsewhere(tmp_path) as pid:
-        with pytest.raises(StoreError, match=rf"older ssmd, whose daemon \(process {pid}\) still runs; nothing was"):
-            Store.open(tmp_path)
-        raw = sqlite3.connect(tmp_path / FILE)
-        assert raw.execute("SELECT version_num FROM alembic_version").fetchall() == [("0001",)]
-        raw.close()
-    own = DirectoryLock.take(tmp_path, "wait")
-    Store.open(tmp_path).close()
-    own.release()
+    before = files(tmp_path)
+    for refused in (Store.open, check, repair, lambda data: back_up(data, tmp_path.parent / "backup")):
+        with pytest.raises(StoreError, match=r"'0001'.*nothing was changed"):
+            refused(tmp_path)
+        assert files(tmp_path) == before
 
 
 def test_the_wheel_carries_the_revisions(wheel: Path, tmp_path: Path) -> None:
-    """From an unpacked wheel, away from the checkout, a store is made and migrated."""
+    """From an unpacked wheel, away from the checkout, a store is made."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     program = (
         "import pathlib, ssmd; from ssmd.sessions import store; from ssmd.sessions.rows import opening; "
