@@ -167,7 +167,9 @@ def test_tensors_too_many(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     refit(graph, altered(source, tmp_path / "idle", lambda t: t.update(idle)), tmp_path / "out")
     more = altered(source, tmp_path / "more", lambda t: t.update({"model.layers.9.mlp.up_proj.weight": np.ones(4)}))
-    with pytest.raises(RefitError, match=r"has the tensor 'model\.layers\.9\.mlp\.up_proj\.weight', which its config.json does not use"):
+    with pytest.raises(
+        RefitError, match=r"has the tensor 'model\.layers\.9\.mlp\.up_proj\.weight', which its config.json does not use"
+    ):
         refit(graph, more, tmp_path)
 
 

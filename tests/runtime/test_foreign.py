@@ -82,7 +82,10 @@ def test_the_suite_sees_a_state_that_is_wrong(site: Path) -> None:
     ("code", "said"),
     [  # more of them are in test_devices.py
         ("raise RuntimeError('no luck')", "(RuntimeError: no luck); its package is odd-runtime"),
-        ("class Odd:\n    def devices(self):\n        raise OSError('none')", "cannot list its devices (OSError: none)"),
+        (
+            "class Odd:\n    def devices(self):\n        raise OSError('none')",
+            "cannot list its devices (OSError: none)",
+        ),
     ],
 )
 def test_one_that_fails_leaves_the_others_alone(

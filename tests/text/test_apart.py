@@ -180,9 +180,9 @@ def test_why_a_process_ended_is_what_it_says_itself(odd: tuple[Child, Path]) -> 
 
 
 def test_what_is_no_text_and_no_ids_is_an_error(odd: tuple[Child, Path]) -> None:
-    with pytest.raises(TemplateError, match="invalid UTF-8|no text"):
+    with pytest.raises(TemplateError, match="invalid UTF-8"):
         TemplateApart("", odd[0]).render([Message("user", "a")], now=NOW)
-    with pytest.raises(TemplateError, match="invalid UTF-8|no text"):
+    with pytest.raises(TemplateError, match="invalid UTF-8"):
         TemplateApart("", odd[0]).render_settled([Message("user", "a")], now=NOW)
     with pytest.raises(TokenizerError, match="returned 3 bytes"):
         TextReader(odd[0])("a")
