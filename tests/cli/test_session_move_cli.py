@@ -131,8 +131,8 @@ def test_a_newer_format(ssmd: Ssmd, chats: Store) -> None:
     Path("x.ssmd").write_bytes(seal(join(replace(parts, document=parts.document | {"format": 3}))))
     done = ssmd("import", "x.ssmd", code=1)
     assert done.stderr.splitlines()[-1] == (
-        "error: x.ssmd cannot be imported: it has format 3, this ssmd reads formats up to 2: "
-        "use the version that wrote it, or a newer one"
+        "error: x.ssmd cannot be imported: it has format 3, this ssmd reads format 2 alone: "
+        "import it with the version that wrote it, or a newer one"
     )
 
 
