@@ -176,7 +176,7 @@ def test_a_unit_is_printed_where_none_can_be_installed(tmp_path: Path) -> None:
         asked = [sys.executable, "-m", "ssmd", "service", command]
         done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 1
-        assert "there is no systemctl here" in done.stderr
+        assert "systemctl is not installed here" in done.stderr
     for more in ([], ["--system"]) if sys.platform == "linux" else ([],):
         shown = subprocess.run(
             [sys.executable, "-m", "ssmd", "service", "install", "--print", *more],

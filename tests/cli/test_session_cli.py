@@ -276,4 +276,4 @@ def test_a_data_directory_of_a_newer_version(ssmd: Ssmd, chat: Chat) -> None:
     raw.execute("UPDATE alembic_version SET version_num = '9999'")
     raw.commit()
     raw.close()
-    assert "newer ssmd" in ssmd("list", code=1).stderr
+    assert "written by another version of ssmd (revision '9999'" in ssmd("list", code=1).stderr

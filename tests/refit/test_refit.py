@@ -381,7 +381,7 @@ def test_a_header_that_lies(graph: StrippedGraph, tmp_path: Path, change: Any, s
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda hole: hole.update(parameter="layer9_nothing"), "asks for 'layer9_nothing'"),
+        (lambda hole: hole.update(parameter="layer9_nothing"), "needs 'layer9_nothing'"),
         (lambda hole: hole.update(encoding="f16"), "the graph has .* bytes for what takes .* as f16"),
         (lambda hole: hole.update(first=10**9), "the graph has .* bytes for what takes 0"),
     ],

@@ -211,7 +211,7 @@ def test_a_title_is_given_and_taken_back(talks: Store) -> None:
     ],
 )
 def test_what_is_no_title(title: str, talks: Store) -> None:
-    with pytest.raises(StoreError, match="a title has"):
+    with pytest.raises(StoreError, match="a title must"):
         talks.rename("a", title)
     assert talks.session("a").title == "What is the capital of France?"
 

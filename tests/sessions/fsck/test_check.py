@@ -325,7 +325,7 @@ class TestTheFile:
             file.unlink()
         (data / FILE).write_bytes(whole)
         damage()
-        refused = "move it away|another program|newer ssmd|already exists|no such table"
+        refused = "move it away|another program|another version of ssmd|already exists|no such table"
         try:
             found = check(data).damages
             done = repair(data)
