@@ -214,7 +214,7 @@ class LibraryGraph(Graph):
         return self._buffers[address]
 
     def _metadata(self, name: str) -> bytes:
-        """Return the model's metadata of this name; b"" if there is none."""
+        """Return the model's metadata of this name; b"" if the model has no such metadata."""
         place, size = c_void_p(), c_size_t()
         if self.functions.LiteRtGetModelMetadata(self._model, name.encode(), byref(place), byref(size)):
             return b""

@@ -66,7 +66,7 @@ class WeightCache:
             self._fresh = None
 
     def kept(self) -> Path | None:
-        """Return the kept file, for another graph of the same model; None if there is none."""
+        """Return the kept file, for another graph of the same model; None before a file was kept."""
         return self._file.path if self._file.path.is_file() and self._fresh is None else None
 
     def drop(self) -> None:

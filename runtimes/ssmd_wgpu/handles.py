@@ -117,7 +117,7 @@ class Handles:
                     raise
 
     def _send_away(self, model: Model, keep: WgpuHandle | None) -> bool:
-        """Move the least recently used whole handle off the device. Returns False if there is none."""
+        """Move the least recently used whole handle off the device. Returns False if no handle can move."""
         for handle in self.live:
             if handle.missing is None and handle is not keep and handle.slot is not None:
                 handle.away = self.read(model, handle, 0)

@@ -14,7 +14,7 @@ def narrow(path: Path) -> str:
     """Return a name by which such a library can open a file, or make it in an existing folder.
 
     Windows decodes the bytes with a code page of its own. So a name beyond ASCII is replaced by its short name (8.3),
-    which Windows does not keep on every disk. Raises OSError if there is none.
+    which Windows does not keep on every disk. Raises OSError without a short name.
     """
     if sys.platform == "win32" and not str(path).isascii():
         for known, rest in ((path, ""), (path.parent, f"\\{path.name}")):

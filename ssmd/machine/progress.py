@@ -109,7 +109,7 @@ def reported(to: Report) -> Iterator[None]:
 
 
 def report_to() -> Report | None:
-    """Return the function of `reported` that gets the progress; None if there is none."""
+    """Return the function of `reported` that gets the progress; None outside of `reported`."""
     return _reported.get()
 
 

@@ -35,7 +35,7 @@ def _cores() -> int:
 
 
 def _quota() -> int:
-    """Return a container's limit on processor time, rounded up to whole cores; MOST_BY_DEFAULT if there is none."""
+    """Return a container's limit on processor time, rounded up to whole cores; MOST_BY_DEFAULT without a limit."""
     try:
         quota, period = (_SYSTEM / "fs/cgroup/cpu.max").read_text().split()
         return MOST_BY_DEFAULT if quota == "max" else -(-int(quota) // int(period))

@@ -64,7 +64,7 @@ def probed(
     limit_s: float = LIMIT_S,
     times: int = 1,
 ) -> Verdict:
-    """Return the verdict in `folder`. If there is none, find it by running `command` with the artifact and the device.
+    """Return the verdict in `folder`. Without one there, find it by running `command` with the artifact and the device.
 
     costs: added to the log line before the trial. limit_s: longest run of each trial. times: trials that must pass.
     """

@@ -371,7 +371,7 @@ def _kept(chat: Chat, *, begun: bool = False) -> str:
 
 
 def _asked(chat: Chat) -> str:
-    """Return the last question. Raises ValueError if there is none."""
+    """Return the last question. Raises ValueError before the first question."""
     asked = chat.talk.last_question()
     if asked is None:
         raise ValueError("nothing was asked yet")

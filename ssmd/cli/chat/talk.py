@@ -199,7 +199,7 @@ class Talk:
         return self._ask([*self.messages[: self._last_question()], {"role": "user", "content": text}], show)
 
     def last_question(self) -> str | None:
-        """Return the last question; None if there is none."""
+        """Return the last question; None before the first question."""
         at = self._last_question()
         return None if at == len(self.messages) else str(self.messages[at]["content"])
 

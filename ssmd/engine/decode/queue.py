@@ -119,7 +119,7 @@ class Queue:
         return bool(self._departed)
 
     def departed(self) -> Generation | None:
-        """Take a request that lost or gave up its place, to send its last event; None if there is none.
+        """Take a request that lost or gave up its place, to send its last event; None if no request did.
 
         For the worker only.
         """
