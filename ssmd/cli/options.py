@@ -27,7 +27,6 @@ def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
                 typer.Option(
                     *(f"--{one.replace('_', '-')}" for one in (name, *option.aliases)),
                     help=option.help,
-                    rich_help_panel="Sampling",
                 ),
             ],
         )
