@@ -63,7 +63,7 @@ def main() -> None:
         file.read_bytes()
     print(f"{asked.folder.name}; {cpu_name()}, {os.cpu_count()} cores; load average {os.getloadavg()[0]:.1f}")
     print(f"medians of {asked.times}" + "".join(f"  {m:>15}" for m in MEASURES))
-    for runtime in catalog.RUNTIMES:
+    for runtime in catalog.on_processor():
         runs: dict[str, list[float]] = {}
         for what in ("refit", "install") * asked.times:
             command = [sys.executable, __file__, str(asked.folder), "--once", runtime, what]

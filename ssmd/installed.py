@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -14,9 +15,9 @@ from ssmd.machine.spelling import by_likeness, nearest
 from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
 from ssmd.model.defaults import Default, defaults_of
 from ssmd.runtime.devices import why_not
+from ssmd.runtime.info import info_of, target_for, target_of
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
 
-_FASTEST = ("litert", "openvino")  # order of the runtimes on the processor, the fastest first
 _NEARLY = 1.25  # ratio of bytes up to which artifacts count as equally large
 
 
@@ -67,7 +68,7 @@ def resolve(model: str | None, models_dir: Path, runtime: str = "auto", device: 
 
     `model`: a name in `models_dir`, `name@runtime`, or a path of an artifact or of a model's folder; None for the only
     model there is.
-    `runtime`: a runtime's name, "npu", or "auto". "auto" picks the artifact with the fewest bytes among those that run
+    `runtime`: a target of a runtime, or "auto". "auto" picks the artifact with the fewest bytes among those that run
     here, because a token's time is the time to read them. Among nearly equal ones the fastest runtime wins.
     `device`: a device that the runtime must be able to use.
     """
@@ -177,9 +178,15 @@ def _is_path(model: str) -> bool:
 
 def is_for(manifest: Manifest, runtime: str) -> bool:
     """Return True if `--runtime` of that name means this artifact."""
-    if runtime == "npu":
-        return manifest.device_class == "npu"
-    return runtime in ("auto", manifest.runtime)
+    if runtime in ("auto", manifest.runtime):
+        return True
+    info, target = target_of(runtime)
+    return (info.name, target.device_class) == (manifest.runtime, manifest.device_class)
+
+
+def is_usual(manifest: Manifest) -> bool:
+    """Return True if the runtime's own name means this artifact, not the name of another device such as npu."""
+    return target_for(manifest.runtime, manifest.device_class).name == manifest.runtime
 
 
 def _elsewhere(manifest: Manifest) -> bool:
@@ -187,13 +194,12 @@ def _elsewhere(manifest: Manifest) -> bool:
     return manifest.device_class != "cpu"
 
 
-def _rank(candidate: InstalledModel, least: int) -> tuple[bool, float, int, str]:
+def _rank(candidate: InstalledModel, least: int) -> tuple[bool, float, float, str]:
     """Return the order of trials: the processor first, fewest bytes, fastest runtime (docs/notes/benchmarks.md)."""
     manifest = candidate.manifest
-    runtime = "" if manifest is None else manifest.runtime
-    order = _FASTEST.index(runtime) if runtime in _FASTEST else len(_FASTEST)
+    rank = None if manifest is None else info_of(manifest.runtime).rank
     elsewhere = manifest is not None and _elsewhere(manifest)
-    return elsewhere, max(candidate.nbytes, _NEARLY * least), order, str(candidate.path)
+    return elsewhere, max(candidate.nbytes, _NEARLY * least), math.inf if rank is None else rank, str(candidate.path)
 
 
 def _none_for(runtime: str, found: list[InstalledModel]) -> str:
@@ -202,15 +208,17 @@ def _none_for(runtime: str, found: list[InstalledModel]) -> str:
     there = ", ".join(sorted({i.manifest.runtime for i in found if i.manifest}))
     name = found[0].name
     said = f"model {name!r} has no artifact for runtime {runtime!r}; it has: {there}"
-    if runtime != "npu":
+    info, target = target_of(runtime)
+    if target.name == info.name:
         return f"{said}; get one with: ssmd pull {name} --runtime {runtime}" if name in catalog.names(runtime) else said
     try:
-        why = {d.name: d.why_not for d in get_runtime("openvino").devices()}.get("npu", "")
+        why = {d.name: d.why_not for d in get_runtime(info.name).devices()}.get(target.device_class, "")
     except RuntimeUnavailable as err:
         why = str(err)
-    unusable_here = f"; and the NPU cannot be used here: {why}" if why else ""
-    way = f"get one with: ssmd pull {name}" if name in catalog.names("npu") else "build one with: ssmd build CHECKPOINT"
-    return f"{said} ({way} --runtime npu){unusable_here}{_usable(found)}"
+    unusable_here = f"; and the {target.name.upper()} cannot be used here: {why}" if why else ""
+    made = name in catalog.names(target.name)
+    way = f"get one with: ssmd pull {name}" if made else "build one with: ssmd build CHECKPOINT"
+    return f"{said} ({way} --runtime {target.name}){unusable_here}{_usable(found)}"
 
 
 def _usable(found: list[InstalledModel]) -> str:

@@ -8,7 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from importlib.metadata import packages_distributions
+from importlib.metadata import entry_points, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -157,6 +157,19 @@ def test_runtimes_stand_apart() -> None:
         tray = "ssmd_tray" if module == "ssmd.cli.tray" else own
         bad = [n for n, _ in imports(file) if n.startswith("ssmd_") and n.split(".")[0] not in (own, tray)]
         assert not bad, f"{file} imports {bad}"
+
+
+def test_ssmd_names_no_runtime() -> None:
+    """A runtime's facts stand in its own package (ssmd/runtime/info.py)."""
+    names = {entry.name for entry in entry_points(group="ssmd.runtimes")}
+    assert {"litert", "openvino"} <= names
+    named = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in sorted((ROOT / "ssmd").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not named
 
 
 def test_what_is_imported_is_among_the_dependencies() -> None:

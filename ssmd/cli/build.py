@@ -18,7 +18,6 @@ from ssmd.cli.making import (
     BuildFailed,
     check_texts,
     converter_of,
-    costs,
     fetch,
     hint,
     keep_defaults,
@@ -50,7 +49,7 @@ def build(
             metavar="CHECKPOINT", help="A Hugging Face folder with safetensors, a model's name on the hub, or: smollm2"
         ),
     ],
-    runtime: Annotated[str, typer.Option(help="Runtime to build for, or npu.", metavar="NAME")] = "litert",
+    runtime: options.Target = None,
     quant: Annotated[
         Quant | None, typer.Option(help="How weights are stored; else int8, and f16 for the NPU.", show_default=False)
     ] = None,
@@ -69,6 +68,9 @@ def build(
         str | None,
         typer.Option(help="Of a Core ML artifact: stateful (the usual one) or stateless.", metavar="VARIANT"),
     ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of a runtime from elsewhere.", metavar="NAME=VALUE")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
     offline: options.Offline = False,
 ) -> None:
@@ -81,16 +83,22 @@ def build(
     from ssmd.build.builder import build as build_artifact
     from ssmd.config import Settings
     from ssmd.model import smollm2
+    from ssmd.runtime.info import info_of, targets
 
     lengths = None if buckets is None else lengths_of("--buckets", buckets)
     asked = None if context is None else lengths_of("--context", context)
     name = name_of(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
     settings = Settings(models_dir=models_dir, offline=offline or None)
-    converter = converter_of(runtime, xamba, variant)
+    target = runtime or targets()[0]
+    own = {name: value for name, value in (("xamba", xamba), ("variant", variant)) if value is not None}
+    own |= dict(map(_named, option or ()))
+    if len(own) > 1:
+        raise BuildFailed(f"{' and '.join(own)}: a build takes one of its runtime's options", usage=True)
+    converter = converter_of(target, *next(iter(own.items()), ()))
     quantization: Quantization = converter.quantizations[0] if quant is None else quant.value
     folder_name = f"{converter.runtime}-{converter.device_class}-{quantization}"
     settings.prepare_models()
-    out = settings.models_dir / name / (folder_name + ("-stateless" if variant == "stateless" else ""))
+    out = settings.models_dir / name / (folder_name + _suffix(converter.runtime, own))
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
     if not _is_fetched(checkpoint, revision):
@@ -116,9 +124,25 @@ def build(
     for line in _idle_passes(artifact.manifest.conversion.get("xamba", {})):
         typer.echo(line)
     sizes = {name: file.size for name, file in artifact.manifest.files.items()}
-    if said := costs(artifact.manifest.device_class, sizes):
+    if said := info_of(artifact.manifest.runtime).first_load(artifact.manifest.device_class, sizes):
         typer.echo(said)
     typer.echo(f"{artifact.path}: {sum(sizes.values()) / 1e6:.1f} MB; {hint(artifact.manifest, name)}")
+
+
+def _named(option: str) -> tuple[str, str]:
+    """Return the name and the value of --option. Raises BuildFailed."""
+    name, equals, value = option.partition("=")
+    if not (name and equals):
+        raise BuildFailed(f"--option {option}: expected NAME=VALUE", usage=True)
+    return name, value
+
+
+def _suffix(runtime: str, own: Mapping[str, str]) -> str:
+    """Return what a runtime's build options add to the name of an artifact's folder."""
+    from ssmd.runtime.info import info_of
+
+    known = info_of(runtime).build_options
+    return "".join(known[name].suffix(value) for name, value in own.items())
 
 
 def _idle_passes(xamba: Mapping[str, Any]) -> Iterator[str]:

@@ -32,7 +32,7 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="RUNTIME",
-            help="Look closer at the artifacts of one: coreml, openvino or npu.",
+            help="Look closer at the artifacts of one, if it can: coreml, openvino, npu.",
             callback=options.known_runtime,
         ),
     ] = None,
@@ -228,15 +228,13 @@ class LookError(ValueError):
 def _look(runtime: str, models_dir: Path, report: Path | None, device: str | None, as_json: bool) -> None:
     """Run the runtime's own examination of its artifacts, if it has one: `look` of its module `doctor`."""
     from importlib import import_module
-    from importlib.metadata import entry_points
 
     from ssmd.installed import installed, is_for
     from ssmd.model.artifact import Artifact
     from ssmd.refit import catalog
-    from ssmd.runtime.protocol import runtime_names
+    from ssmd.runtime.info import package_of, runtime_names, target_of
 
-    packages = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}
-    package = packages.get("openvino" if runtime == "npu" else runtime)
+    package = package_of(target_of(runtime)[0].name)
     if package is None:
         raise LookError(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}")
     try:
@@ -304,9 +302,10 @@ def _next(found: dict[str, Any], usable: list[dict[str, Any]], servable: list[di
         return "correct the settings, as described below"
     if not usable:
         from ssmd.machine.installation import to_add
+        from ssmd.runtime.info import infos
 
-        windows_on_arm = sys.platform == "win32" and platform.machine().lower() == "arm64"
-        return f"install a runtime: {to_add('wgpu' if windows_on_arm else 'litert')}"
+        here = sys.platform, platform.machine().lower()
+        return f"install a runtime: {to_add(next(info.name for info in infos() if info.suggested(*here)))}"
     if found["data_dir"]["problem"]:
         return "make the data directory usable, or choose another one with SSMD_DATA_DIR"
     if not servable:

@@ -29,7 +29,7 @@ def make(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder that the graph is written into.", metavar="DIR")] = Path(),
-    runtime: Annotated[str, typer.Option(help="Runtime to make it for, or npu.", metavar="NAME")] = "litert",
+    runtime: options.Target = None,
     quant: Annotated[Quant | None, typer.Option(help="How weights are stored.", show_default=False)] = None,
     buckets: options.Buckets = None,
     context: options.Context = None,
@@ -51,8 +51,10 @@ def make(
     from ssmd.machine.progress import staged
     from ssmd.machine.size import show_size
     from ssmd.refit.catalog import file_name
+    from ssmd.runtime.info import targets
 
     fields, label = _labelled(config, name)
+    runtime = runtime or targets()[0]
     converter = converter_of(runtime)
     if isinstance(converter, Packer):
         raise typer.BadParameter(f"runtime {runtime} packs weights as they are and has no graphs: ssmd build")
@@ -102,12 +104,13 @@ def verify(
     import tempfile
 
     from ssmd.machine.progress import show_progress
-    from ssmd.refit.catalog import SHIPPED, SUFFIX, verified
+    from ssmd.refit.catalog import files as graph_files
+    from ssmd.refit.catalog import verified
     from ssmd.refit.graphfile import StrippedGraph
     from ssmd.runtime.protocol import RuntimeUnavailable
 
     failed = False
-    files = graphs or sorted(SHIPPED.glob(f"*{SUFFIX}"))
+    files = graphs or graph_files()
     width = max((len(f.name) for f in files), default=0)
     typer.echo(f"{'graph':<{width}}  {'rms':>7}  allowed  at the worst position, in standard deviations of the logits")
     for file in files:

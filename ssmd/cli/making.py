@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,32 +32,20 @@ class BuildFailed(ValueError):
         self.usage = usage
 
 
-def costs(device_class: str, files: Mapping[str, int]) -> str:
-    """Return what the first load on an NPU costs for these files, bytes by name; "" for other devices."""
-    from ssmd.machine.size import show_size
-
-    if device_class != "npu":
-        return ""
-    models = sum(name.endswith(".xml") for name in files)
-    return (
-        f"for the NPU: {models} models over {show_size(max(files.values()))} of weights; the first load there compiles "
-        "each, which can take minutes, and keeps some megabytes of each, or with an older driver all weights in each"
-    )
-
-
 def hint(manifest: Manifest, name: str) -> str:
     """Return the next step with an artifact that was made."""
     from ssmd.installed import why_unusable
-    from ssmd.refit import catalog
+    from ssmd.runtime.info import info_of, target_for
 
     why = why_unusable(manifest)
     if not why:
         return f"try: ssmd run {name}"
-    if manifest.runtime in catalog.ELSEWHERE:
+    target = target_for(manifest.runtime, manifest.device_class)
+    if info_of(manifest.runtime).builds_anywhere:
         return why.removeprefix(f"{manifest.device_class}: ")
-    if manifest.device_class == "npu":
-        why = why.removeprefix("npu: ")
-        there = f"on the processor: ssmd run {name} --runtime npu --device cpu"
+    if target.name != manifest.runtime:
+        why = why.removeprefix(f"{manifest.device_class}: ")
+        there = f"on the processor: ssmd run {name} --runtime {target.name} --device cpu"
         return f"Core ML and the NPU cannot execute here: {why}; {there}"
     return f"it does not run here: {why}"
 
@@ -287,40 +275,43 @@ def _bars(resumed: bool = True) -> Iterator[Callable[[HubFile, int], None]]:
         sys.exit(INTERRUPTED)
 
 
-def converter_of(runtime: str, xamba: str | None = None, variant: str | None = None) -> Converter | Packer:
-    """Return the converter of a runtime, or of "npu", which is OpenVINO's. Raises BuildFailed.
+def converter_of(runtime: str, option: str | None = None, value: str = "") -> Converter | Packer:
+    """Return the converter of a value of `--runtime`. Raises BuildFailed.
 
-    `xamba`: rewrites, for OpenVINO only; `variant`: of a Core ML artifact.
+    option, value: one of the runtime's own build options.
     """
     from importlib import import_module
-    from importlib.metadata import entry_points
 
-    from ssmd.runtime.protocol import runtime_names
+    from ssmd.runtime.info import package_of, runtime_names, target_of
 
-    name, attribute = ("openvino", "NPU_CONVERTER") if runtime == "npu" else (runtime, "CONVERTER")
-    package = {e.name: e.module.partition(".")[0] for e in entry_points(group="ssmd.runtimes")}.get(name)
+    info, target = target_of(runtime)
+    package = package_of(info.name)
     if package is None:
         raise BuildFailed(f"no runtime is named {runtime!r}; there are: {', '.join(runtime_names())}", usage=True)
-    if xamba is not None and name != "openvino":
-        raise BuildFailed(
-            f"--xamba rewrites OpenVINO's graphs, not those of {runtime}; add --runtime openvino or npu", usage=True
-        )
-    if variant is not None and name != "coreml":
-        raise BuildFailed(
-            f"--variant is for Core ML's artifacts, not those of {runtime}; add --runtime coreml", usage=True
-        )
+    if option is not None and option not in info.build_options:
+        raise BuildFailed(_elsewhere(option, runtime), usage=True)
     try:
         module = import_module(f"{package}.build")  # serving never loads it
     except ImportError as err:
         raise BuildFailed(f"runtime {runtime!r} cannot build here: {err}") from err
+    if option is None:
+        made: Converter | Packer = getattr(module, target.converter)
+        return made
     try:
-        if variant is not None:
-            converter: Converter | Packer = module.varied(variant)
-        else:
-            converter = getattr(module, attribute) if xamba is None else module.rewriting(runtime, xamba)
+        return info.build_options[option].make(target.name, value)
     except ValueError as err:
-        raise BuildFailed(f"{'--xamba' if variant is None else '--variant'}: {err}", usage=True) from err
-    return converter
+        raise BuildFailed(f"{option}: {err}", usage=True) from err
+
+
+def _elsewhere(option: str, runtime: str) -> str:
+    """Return the reason why a runtime has no such build option, and what has it."""
+    from ssmd.runtime.info import info_of, infos, target_of
+
+    having = [target.name for info in infos() if option in info.build_options for target in info.targets]
+    own = info_of(target_of(runtime)[0].name).build_options
+    there = f"; its options: {', '.join(f'{name} ({one.help})' for name, one in own.items())}" if own else ""
+    way = f"; add --runtime {' or '.join(having)}" if having else there
+    return f"{option} is not an option of a build for runtime {runtime}{way}"
 
 
 def packer_of(runtime: str | None) -> Packer | None:
@@ -328,7 +319,7 @@ def packer_of(runtime: str | None) -> Packer | None:
     from ssmd.build.builder import Packer
     from ssmd.refit import catalog
 
-    if runtime is None or runtime in (*catalog.CLASSES, "auto"):
+    if runtime in (None, "auto") or catalog.files(runtime):
         return None
     converter = converter_of(runtime)
     return converter if isinstance(converter, Packer) else None

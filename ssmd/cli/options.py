@@ -58,15 +58,15 @@ def _use_file(path: Path | None) -> Path | None:
 
 def known_runtime(name: str | None) -> str | None:
     """Refuse a runtime's name that no package registers. Other commands report if it can be used here."""
-    if name is not None and name not in ("auto", "npu"):
-        from importlib.metadata import entry_points
+    if name in (None, "auto"):
+        return name
+    from ssmd.runtime.info import runtime_names, targets
 
+    if name not in targets():
         from ssmd.machine.spelling import did_you_mean
 
-        names = sorted({e.name for e in entry_points(group="ssmd.runtimes")})
-        if name not in names:
-            meant = did_you_mean(name, [*names, "npu", "auto"])
-            raise typer.BadParameter(f"no runtime is named {name!r}; there are: {', '.join(names)}{meant}")
+        meant = did_you_mean(name, [*targets(), "auto"])
+        raise typer.BadParameter(f"no runtime is named {name!r}; there are: {', '.join(runtime_names())}{meant}")
     return name
 
 
@@ -84,6 +84,7 @@ Runtime = Annotated[
         help="Use this runtime's artifact; auto picks the best that runs here.", metavar="NAME", callback=known_runtime
     ),
 ]
+Target = Annotated[str | None, typer.Option(help="Runtime to make it for, or npu; else the fastest.", metavar="NAME")]
 Device = Annotated[
     str | None,
     typer.Option(

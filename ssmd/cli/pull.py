@@ -20,7 +20,6 @@ import typer
 from ssmd.cli import options
 from ssmd.cli.making import (
     check_texts,
-    costs,
     fetch,
     hint,
     keep_defaults,
@@ -104,6 +103,7 @@ def _pull(
     from ssmd.config import Settings
     from ssmd.model import smollm2
     from ssmd.refit import catalog
+    from ssmd.runtime.info import target_of
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
     if to is not None and (folder is not None or runtime is not None or context is not None):
@@ -113,7 +113,7 @@ def _pull(
     said: dict[str, object] = {"name": name}
     say = _silent if as_json or report else typer.echo
     # before anything is fetched in vain
-    ready = runtime in catalog.ELSEWHERE or _some_runtime(runtime or "auto")
+    ready = (runtime is not None and target_of(runtime)[0].builds_anywhere) or _some_runtime(runtime or "auto")
     if name == smollm2.NAME and folder is None and to is None and not ready and runtime:
         why = catalog.why_runtime_unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
         fail(f"{why}; with PyTorch it can be built: ssmd build {name} --runtime {runtime}")
@@ -170,21 +170,23 @@ def _install(
     from ssmd.machine.size import show_size
     from ssmd.refit import catalog
     from ssmd.refit.refit import bounded
+    from ssmd.runtime.info import info_of
 
-    packer, sizes, warned = packer_of(runtime), dict[str, int](), False  # sizes: bytes of files to be written
+    packer, sizes, cost = packer_of(runtime), dict[str, int](), ""  # sizes: bytes of files to be written
     make: Callable[[], Artifact]
     if packer is not None:
         out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
         most, tiers = context, None if context is None else [context]
         make = partial(packer.build, source, out, name=name, tiers=tiers, replace=True, progress=say)
     else:
-        graph, why_not = catalog.choose_graph(source.config, catalog.RUNTIMES if runtime == "auto" else [runtime])
+        graph, why_not = catalog.choose_graph(source.config, catalog.on_processor() if runtime == "auto" else [runtime])
         if graph is None:
             return None, why_not
         h = graph.header
         out = _folder(settings, name, h.runtime, h.device_class, h.quantization)
         most = bounded(h, source.config, context)[-1]  # before anything is replaced
-        sizes, warned = {f.name: f.size for f in h.files}, h.device_class == "npu"
+        sizes = {f.name: f.size for f in h.files}
+        cost = info_of(h.runtime).first_load(h.device_class, sizes)
         make = partial(catalog.install, graph, source, out, name=name, context=context, progress=say)
     if out.exists() and not force:
         has = _context_of(out)
@@ -193,8 +195,8 @@ def _install(
         say(f"{out} is here already{again if other else '; --force makes it again'}")
         return out, ""
     check_room(sum(sizes.values()), settings.models_dir, "SSMD_MODELS_DIR", "written")
-    if warned:
-        say(costs("npu", sizes))
+    if cost:
+        say(cost)
     manifest = make().manifest
     keep_defaults(source.path, whose or name, out, say)
     noted(out, settings)
@@ -294,25 +296,28 @@ def first_model(model: str | None, settings: Settings, *, yes: bool = False, ask
     A missing SmolLM2 is made at once if it is named: only for this name weights are fetched without asking. It is also
     made if no model is named or installed and its weights are here. Other models are pulled as `pulled` does.
     """
-    from ssmd.installed import installed, is_for
+    from ssmd.installed import installed, is_for, is_usual
     from ssmd.model import smollm2
     from ssmd.refit import catalog
+    from ssmd.runtime.info import target_of
 
     if model not in (None, smollm2.NAME):
         pulled(model, settings, yes=yes, ask=ask)
         return model
-    there, npu = installed(settings.models_dir), settings.runtime == "npu"
+    there = installed(settings.models_dir)
+    info, target = target_of(settings.runtime)
+    named = target.name != info.name  # a device other than the runtime's usual one, such as npu
     fitting = [i for i in there if i.manifest is None or is_for(i.manifest, settings.runtime)]
-    if not (npu or settings.device):  # then the processor is meant, and an artifact for an NPU does not count
-        fitting = [i for i in fitting if i.manifest is None or i.manifest.device_class != "npu"]
+    if not (named or settings.device):  # then an artifact for such a device does not count
+        fitting = [i for i in fitting if i.manifest is None or is_usual(i.manifest)]
     if there if model is None else [i for i in fitting if i.name == model]:
         return model
     if model is None and smollm2_here(settings) is None:
         return model  # the caller raises an error that lists the models
-    if not _some_runtime(settings.runtime, settings.device or ("npu" if npu else None)):
-        if npu:  # before anything is fetched
-            why = catalog.why_runtime_unusable("npu", settings.device or "npu")
-            fail(f"runtime npu: {why}; to run its artifacts on the processor add: --device cpu")
+    if not _some_runtime(settings.runtime, settings.device or (target.device_class if named else None)):
+        if named:  # before anything is fetched
+            why = catalog.why_runtime_unusable(target.name, settings.device or target.device_class)
+            fail(f"runtime {target.name}: {why}; to run its artifacts on the processor add: --device cpu")
         return model
 
     settings.prepare_models()
@@ -328,14 +333,15 @@ def _some_runtime(wanted: str, device: str | None = None) -> bool:
     says what to install, if the runtime is not installed.
     """
     from ssmd.refit import catalog
+    from ssmd.runtime.info import target_of
     from ssmd.runtime.protocol import get_runtime
 
     packer = packer_of(wanted)
-    names = catalog.RUNTIMES if wanted == "auto" else [wanted]
+    names = catalog.on_processor() if wanted == "auto" else [wanted]
     device = device or ("cpu" if packer is None else packer.device_class)
-    if any((packer or name in catalog.CLASSES) and catalog.why_runtime_unusable(name, device) == "" for name in names):
+    if any((packer or catalog.files(name)) and catalog.why_runtime_unusable(name, device) == "" for name in names):
         return True
-    get_runtime(catalog.CLASSES.get(names[0], (names[0], ""))[0])
+    get_runtime(target_of(names[0])[0].name)
     return False
 
 

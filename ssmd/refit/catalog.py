@@ -22,20 +22,13 @@ from ssmd.model.source import Source
 from ssmd.refit.graphfile import Header, StrippedGraph
 from ssmd.refit.install import checked_tokenizer, fields_of, placed, save_texts
 from ssmd.refit.refit import RefitError, bounded, differences, differences_text, fits, refit
+from ssmd.runtime.info import info_of, infos, target_of
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime, prepare
 from ssmd.runtime.verify import GOLDEN_POSITIONS, GOLDEN_TOKENS, StepError, compare, golden_tokens, replay, save_golden
 
 SEED = 1
 SUFFIX = ".graph"
 SHIPPED = Path(__file__).parent / "graphs"
-RUNTIMES = ("litert", "openvino")  # runtimes on the processor, the faster one first (docs/notes/benchmarks.md)
-CLASSES = {  # `--runtime`
-    "litert": ("litert", "cpu"),
-    "openvino": ("openvino", "cpu"),
-    "npu": ("openvino", "npu"),
-    "coreml": ("coreml", "gpu"),
-}
-ELSEWHERE = ("coreml",)  # classes whose artifacts can be made anywhere but run only on some systems
 _LOGITS = 128  # logits of a golden position
 _FLOOR = 1e-4  # least tolerance of a runtime's error, in standard deviations
 _MOST = 1.5  # tolerance, in errors measured where the graph was made: another processor rounds differently
@@ -111,7 +104,7 @@ def install(
         save_texts(source, made)
         (made / GOLDEN).write_bytes(b"")
         fields = _fields(header, source.config, name, lineage, tiers, source.special_tokens, source.stop_tokens)
-        executed = header.runtime not in ELSEWHERE or not why_runtime_unusable(header.runtime)
+        executed = not info_of(header.runtime).builds_anywhere or not why_runtime_unusable(header.runtime)
         fields["golden"] = "itself" if executed else "none"
         with staged(progress, "hash the artifact"):
             artifact = seal(made, fields)
@@ -180,22 +173,32 @@ def _cache_in(folder: Path) -> Iterator[None]:
 
 
 def shipped(runtime: str | None = None) -> Iterator[StrippedGraph]:
-    """Yield the shipped graphs in order of their names. runtime: only those of a runtime, or "npu".
+    """Yield the shipped graphs in order of their names. runtime: only those of a value of `--runtime`.
 
     Raises StrippedError.
     """
-    for file in _files(runtime):
+    for file in files(runtime):
         yield StrippedGraph.open(file)
 
 
 def names(runtime: str | None = None) -> list[str]:
-    """Return the names of the models with shipped graphs. runtime: only those for a runtime, or "npu"."""
-    return sorted({file.name.partition("@")[0] for file in _files(runtime)})
+    """Return the names of the models with shipped graphs. runtime: only those of a value of `--runtime`."""
+    return sorted({file.name.partition("@")[0] for file in files(runtime)})
 
 
-def _files(runtime: str | None) -> list[Path]:
-    made_for = "" if runtime is None else "-".join(CLASSES.get(runtime, (runtime, "cpu"))) + "-"
-    return sorted(SHIPPED.glob(f"*@{made_for}*{SUFFIX}"))
+def files(runtime: str | None = None, name: str = "*") -> list[Path]:
+    """List the files of stripped graphs, of ssmd and of runtimes that bring their own, by name."""
+    made_for = "*"
+    if runtime is not None:
+        info, target = target_of(runtime)
+        made_for = f"{info.name}-{target.device_class}-*"
+    folders = [SHIPPED, *(info.graphs for info in infos() if info.graphs is not None)]
+    return sorted((f for folder in folders for f in folder.glob(f"{name}@{made_for}{SUFFIX}")), key=lambda f: f.name)
+
+
+def on_processor() -> list[str]:
+    """Return the runtimes on the processor that a pull for "auto" may choose, the fastest first."""
+    return [info.name for info in infos() if info.rank is not None]
 
 
 def origin_of(name: str) -> str:
@@ -205,7 +208,7 @@ def origin_of(name: str) -> str:
             f"{name!r} is not a model's name; {meant(name, names())}expected owner/name, such as "
             f"ibm-granite/granite-4.0-h-350m, or one that ssmd has a graph of: {', '.join(names())}"
         )
-    return StrippedGraph.open(next(SHIPPED.glob(f"{name}@*{SUFFIX}"))).header.origin
+    return StrippedGraph.open(files(name=name)[0]).header.origin
 
 
 def choose_graph(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[StrippedGraph | None, str]:
@@ -217,7 +220,7 @@ def choose_graph(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[St
     why, lacking, nearest = [], [], ""
     least = None
     for runtime in runtimes:
-        if said := uninstalled(runtime) if runtime in ELSEWHERE else why_runtime_unusable(runtime):
+        if said := uninstalled(runtime) if info_of(runtime).builds_anywhere else why_runtime_unusable(runtime):
             why.append(said)
             continue
         found = [(differences(graph.header, config), graph) for graph in shipped(runtime)]
@@ -234,8 +237,8 @@ def choose_graph(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[St
 
 
 def why_runtime_unusable(runtime: str, device: str = "cpu") -> str:
-    """Return the reason why a runtime, or "npu", cannot run on a device of this machine, or "". Imports it."""
-    runtime, _ = CLASSES.get(runtime, (runtime, ""))
+    """Return why a value of `--runtime` cannot run on a device of this machine, or "". Imports the runtime."""
+    runtime = target_of(runtime)[0].name
     try:
         devices = get_runtime(runtime).devices()
     except RuntimeUnavailable as err:

@@ -6,6 +6,7 @@ It needs no others to run, unless it follows a plan (docs/add-a-runtime.md).
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import Part, State, StateError, StateSpec
 from ssmd.runtime.checked import CheckedHandle, CheckedProgram
+from ssmd.runtime.info import BuildOption, RuntimeInfo, Target, runtime_names
 from ssmd.runtime.protocol import (
     Device,
     Handle,
@@ -17,11 +18,11 @@ from ssmd.runtime.protocol import (
     StateLost,
     check_threads,
     get_runtime,
-    runtime_names,
 )
 
 __all__ = [
     "Artifact",
+    "BuildOption",
     "CheckedHandle",
     "CheckedProgram",
     "Device",
@@ -31,11 +32,13 @@ __all__ = [
     "Program",
     "ProgramError",
     "Runtime",
+    "RuntimeInfo",
     "RuntimeUnavailable",
     "State",
     "StateError",
     "StateLost",
     "StateSpec",
+    "Target",
     "check_threads",
     "get_runtime",
     "runtime_names",

@@ -16,7 +16,8 @@ from typing import Any
 
 from ssmd.machine.child import command
 from ssmd.machine.processor import behind_others
-from ssmd.runtime.protocol import Device, RuntimeUnavailable, get_runtime, runtime_names
+from ssmd.runtime.info import runtime_names
+from ssmd.runtime.protocol import Device, RuntimeUnavailable, get_runtime
 from ssmd.runtime.trial import CrashError, last_line
 
 LIMIT_S = 60.0  # longest trial of a runtime: a driver may be slow to answer

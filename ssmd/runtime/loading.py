@@ -1,6 +1,6 @@
 """Loading an artifact: at once if it was made here, else after a trial load in a process of its own.
 
-The parsers of LiteRT, OpenVINO and Core ML are C++ and trust a file's inner offsets. Hashes show damage, not origin.
+The parsers of vendors are C++ and trust a file's inner offsets. Hashes show damage, not origin.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from ssmd.machine.cache import cache_folder
 from ssmd.machine.child import command
 from ssmd.machine.confinement import allow_processor, confine, end_with
 from ssmd.model.artifact import MANIFEST, Artifact, ArtifactError
+from ssmd.runtime.info import info_of
 from ssmd.runtime.protocol import Program, Runtime, get_runtime
 from ssmd.runtime.trial import judge, probed
 
-READS_ITSELF = ("wgpu",)  # runtimes whose packs of JSON and safetensors are read here, not by a vendor's parser
-OWN_TRIAL = {"openvino": ("gpu", "npu"), "coreml": ("ane",)}  # devices on which a runtime itself tries any artifact
 MEMORY = 16 << 30  # bytes of address space: files are mapped, packed and compiled, in pieces of unknown size
 TIMES_FILES = 8  # more address space, in times of the artifact's bytes
 TIMES = 5  # trial loads: a parser that reads beyond its file crashes in every other process, by its memory's layout
@@ -41,7 +40,8 @@ def load(artifact: Artifact, *, made_here: bool, device: str | None = None, thre
 def check_first_load(artifact: Artifact, runtime: Runtime, device: str | None) -> None:
     """Check that a trial load passed here with this runtime's version. Raises ArtifactError."""
     device = device or artifact.manifest.device_class
-    if runtime.name in READS_ITSELF or device in OWN_TRIAL.get(runtime.name, ()):
+    info = info_of(runtime.name)
+    if info.parses_safely or device in info.tries:
         return
     digest = hashlib.sha256((artifact.path / MANIFEST).read_bytes()).hexdigest()
     version = getattr(runtime, "version", "")

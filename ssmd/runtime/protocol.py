@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from ssmd.machine.installation import DISTRIBUTION, to_add
 from ssmd.machine.processor import MOST_THREADS
 from ssmd.model.state import Part, State, StateSpec
+from ssmd.runtime.info import entry_point_of, runtime_names
 
 if TYPE_CHECKING:
     from ssmd.model.artifact import Artifact
@@ -114,24 +114,15 @@ def prepare(program: Program) -> None:
         more()
 
 
-def _installed() -> dict[str, EntryPoint]:
-    return {e.name: e for e in entry_points(group="ssmd.runtimes")}
-
-
 def check_threads(threads: int | None) -> None:
     """Refuse a number of threads that no processor has, before a library tries to start them. Raises ProgramError."""
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise ProgramError(f"threads must be between 1 and {MOST_THREADS}, not {threads}")
 
 
-def runtime_names() -> list[str]:
-    """Return the names of all runtimes that are registered here, usable or not."""
-    return sorted(_installed())
-
-
 def get_runtime(name: str) -> Runtime:
     """Return the runtime `name`. Raises RuntimeUnavailable, which says what to install or which package fails."""
-    found = _installed().get(name)
+    found = entry_point_of(name)
     if found is None:
         raise RuntimeUnavailable(f"no runtime is named {name!r}; there are: {', '.join(runtime_names()) or 'none'}")
     try:

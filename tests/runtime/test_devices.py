@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ssmd.runtime.devices import RuntimeStatus, find, look, why_not
-from ssmd.runtime.protocol import Device, runtime_names
+from ssmd.runtime.info import runtime_names
+from ssmd.runtime.protocol import Device
 
 CPU, GPU = Device("cpu", "a processor"), Device("gpu", "a GPU", "there is none")
 ODD = "class Odd:\n    def devices(self):\n        "

@@ -14,6 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ssmd.cli import app
+from ssmd.cli.making import BuildFailed, converter_of
+from ssmd.refit import catalog
+from ssmd.runtime.info import targets
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("padding", "splits", "parts", "moving")
@@ -104,3 +107,77 @@ def test_one_that_fails_leaves_the_others_alone(
     assert said in report["odd"]["problem"]
     assert report["litert"]["devices"]
     assert done.exit_code == 1
+
+
+INFO = """
+from pathlib import Path
+from ssmd.runtime import BuildOption, RuntimeInfo, Target
+
+def made(target, value):
+    if value != "3":
+        raise ValueError(f"{value!r} is not 3")
+    return target, value
+
+INFO = RuntimeInfo(
+    rank=0,
+    targets=(Target("odd"), Target("odd-npu", "npu", "NPU")),
+    packs=True,
+    graphs=Path(__file__).parent,
+    build_options={"size": BuildOption("a number", made)},
+)
+"""
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a package whose runtime must not be imported, with an empty module `build`."""
+    info = tmp_path / "odd_runtime-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-runtime\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ssmd.runtimes]\nodd = odd_runtime.runtime:Odd\n")
+    package = tmp_path / "odd_runtime"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "build.py").write_text("CONVERTER = 'usual'\nNPU = 'of the NPU'\n")
+    (package / "runtime.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("odd_runtime", "odd_runtime.info", "odd_runtime.build"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return package
+
+
+def test_its_facts_are_those_of_a_shipped_one(odd: Path) -> None:
+    (odd / "info.py").write_text(INFO)
+    (odd / "smollm2@odd-npu-int8.graph").write_bytes(b"")
+    assert [t for t in targets() if t.startswith("odd")] == ["odd", "odd-npu"]
+    assert {name for name in sys.modules if name.startswith("odd_runtime")} == {"odd_runtime", "odd_runtime.info"}
+    made: list[object] = [converter_of("odd"), converter_of("odd-npu"), converter_of("odd-npu", "size", "3")]
+    assert made == ["usual", "of the NPU", ("odd-npu", "3")]
+    for asked, said in (
+        (("odd", "size", "4"), "size: '4' is not 3"),
+        (("litert", "size", "3"), "size is not an option .* for runtime litert; add --runtime odd or odd-npu"),
+        (("odd", "colour", "3"), r"colour is not an option .* for runtime odd; its options: size \(a number\)"),
+    ):
+        with pytest.raises(BuildFailed, match=said):
+            converter_of(*asked)
+    assert [file.parent for file in catalog.files("odd-npu")] == [odd]
+    assert "odd" in catalog.on_processor()
+    command = ["build", "x/y", "--runtime", "odd", "--models-dir", str(odd), "--option"]
+    for option, said in (("size", "--option size: expected NAME=VALUE"), ("size=4", "size: '4' is not 3")):
+        done = CliRunner().invoke(app, [*command, option])
+        assert isinstance(done.exception, BuildFailed)
+        assert (done.exception.usage, said in str(done.exception)) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise OSError('none')",
+        "import sys; sys.exit(3)",
+        "other = 1",
+    ],
+)
+def test_facts_that_fail_leave_the_others_alone(odd: Path, code: str, caplog: pytest.LogCaptureFixture) -> None:
+    (odd / "info.py").write_text(code + "\n")
+    assert {"odd", "litert", "npu"} <= {*targets()}
+    assert "the facts of runtime odd cannot be read" in caplog.text

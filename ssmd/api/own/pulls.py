@@ -20,17 +20,14 @@ from ssmd.api.http.body import StrictModel, brief, parse_object, read_body, vali
 from ssmd.daemon.pulls import MOST, Pulls, TooManyPulls
 from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejection
-from ssmd.installed import is_for
 from ssmd.machine.spelling import meant
 from ssmd.refit import catalog
 from ssmd.refit.graphfile import StrippedGraph
 from ssmd.runtime.devices import RuntimeStatus, find
-from ssmd.runtime.protocol import runtime_names
+from ssmd.runtime.info import target_for, target_of, targets
 
 ROOT = "/ssmd/v1/pulls"
 RETRY_AFTER_S = 30
-PACKS = "wgpu"  # takes the weights of any model as they are
-_UNITS = {"npu": "openvino"}
 # Base models: they continue a text, were not made to answer, and have no chat template.
 _BASE = frozenset({"mamba-130m", "mamba2-130m"})
 # The purpose of each model, from its own card.
@@ -124,8 +121,7 @@ def _check(wanted: PullBody) -> None:
 
 def _runtimes_of(name: str) -> list[str]:
     """List the runtimes for which `ssmd pull` makes a model of this name."""
-    made = [runtime for runtime in catalog.CLASSES if name in catalog.names(runtime)]
-    return [*made, *([PACKS] if PACKS in runtime_names() else [])]
+    return [target for target in targets() if name in catalog.names(target) or target_of(target)[0].packs]
 
 
 def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,9 +133,9 @@ def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         mine = [manifest for other, manifest in there if other == name and manifest is not None]
         made = []
         for runtime in _runtimes_of(name):
-            device = catalog.CLASSES.get(runtime, (runtime, ""))[1]
-            problem = _problem(_UNITS.get(runtime, runtime), device, found)
-            here = any(is_for(m, runtime) and (m.device_class == "npu") == (device == "npu") for m in mine)
+            info, target = target_of(runtime)
+            problem = _problem(info.name, target.device_class, found)
+            here = any(target_for(m.runtime, m.device_class) == target for m in mine)
             row = {"runtime": runtime, "installed": here, "usable": problem is None, "problem": problem}
             made.append(row | {"bytes": _bytes(name, runtime)})
         about = {"about": _ABOUT.get(name), "base": name in _BASE}
@@ -150,15 +146,14 @@ def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @cache
 def _bytes(name: str, runtime: str) -> int | None:
     """Return the bytes of a model's graph and weights on disk for a runtime; None if no graph has them."""
-    made_for = "-".join(catalog.CLASSES.get(runtime, (runtime, "")))
-    found = list(catalog.SHIPPED.glob(f"{name}@{made_for}-*{catalog.SUFFIX}"))
+    found = catalog.files(runtime, name)
     return sum(file.size for file in StrippedGraph.open(found[0]).header.files) if found else None
 
 
 @cache
 def _about(name: str) -> tuple[str, str]:
     """Return (family, name on the hub) of a model, from its graph."""
-    header = StrippedGraph.open(next(catalog.SHIPPED.glob(f"{name}@*{catalog.SUFFIX}"))).header
+    header = StrippedGraph.open(catalog.files(name=name)[0]).header
     return header.family, header.origin
 
 
