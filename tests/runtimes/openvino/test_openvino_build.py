@@ -168,7 +168,7 @@ def test_a_pass_that_replaces_nothing_says_so(tmp_path: Path) -> None:
 def test_rewrites_are_openvinos() -> None:
     with pytest.raises(BuildFailed, match="add --runtime openvino or npu"):
         converter_of("litert", "xamba", "cumba")
-    with pytest.raises(BuildFailed, match=r"--xamba: .*there is no pass 'sumba'; write cumba, reduba and actiba=N"):
+    with pytest.raises(BuildFailed, match=r"xamba: .*there is no pass 'sumba'; write cumba, reduba and actiba=N"):
         converter_of("npu", "xamba", "sumba")
 
 
