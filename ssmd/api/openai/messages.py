@@ -20,9 +20,10 @@ _TOOL_FIELDS = {"tool_call_id"}
 # Other fields of a message are for other servers and are ignored. These would be content for the model to read.
 _CONTENT = {"audio", "attachments", "file", "files", "image", "images", "image_url", "input_audio", "video", "videos"}
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
-# It excludes the characters of special tokens: templates render names as they are.
 _NAME = re.compile(r"[\w-]{1,64}")
-_FUNCTION = re.compile(r"[\w.-]{1,64}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# Content parts of an assistant that hold reasoning, in the words of Anthropic, LangChain and the AI SDK.
+_REASONING = ("thinking", "reasoning", "redacted_thinking", "redacted-reasoning")
 
 
 def read_messages(value: Any, ignored: set[str] | None = None) -> tuple[Message, ...]:
@@ -76,9 +77,17 @@ class _Reader:
                     _wrong(f"{where}.{key}", f"cannot be of a message of role {role!r}", entry[key])
             return Message(role, self._content(entry.get("content"), role, f"{where}.content"), name)
         refusal = _refusal(entry, where)
-        content = self._content(entry.get("content"), role, f"{where}.content") or refusal
+        listed, thought = entry.get("content"), ""
+        if isinstance(listed, list):
+            thought = "\n".join(filter(None, map(_thought, listed)))
+            listed = [part for part in listed if not _is_reasoning(part)]
+        content = self._content(listed, role, f"{where}.content") or refusal
         for key in ("reasoning_content", "reasoning"):
             content = _with_reasoning(entry.get(key), content, f"{where}.{key}")
+        if (
+            thought and THINK_END not in content + thought
+        ):  # a message has one reasoning, and fields of that name come first
+            content = _with_reasoning(thought.strip(), content, f"{where}.content")
         return Message(role, content, name, self._made(entry, where))
 
     def _look_at_the_rest(self, entry: dict[str, Any], known: set[str], where: str) -> None:
@@ -116,7 +125,7 @@ class _Reader:
     def _result(self, entry: dict[str, Any], where: str) -> Message:
         """Read the result of a call. A result in the old form belongs to the last call of that function."""
         content = self._content(entry.get("content"), "tool", f"{where}.content")
-        name = _name(entry, f"{where}.name", _FUNCTION)
+        name = None if entry.get("name") is None else self._called(entry, f"{where}.name")
         if entry["role"] == "function":
             of = next((id_ for id_ in reversed(self._calls) if self._calls[id_] == name), None)
             if of is None:
@@ -129,6 +138,13 @@ class _Reader:
         if not isinstance(of, str) or of not in self._calls:
             _wrong(f"{where}.tool_call_id", "must be the id of one of the tool_calls in a message before it", of)
         return Message("tool", content, name, tool_call_id=of)
+
+    def _called(self, entry: dict[str, Any], where: str) -> str:
+        """Return the function's name in a result. A history from elsewhere may have names that `tools` may not."""
+        name = _short(entry["name"], where)
+        if _CONTROL.search(name) and name not in self._calls.values():
+            _wrong(where, "must not hold control characters", name)
+        return name
 
     def _content(self, content: Any, role: Role, where: str) -> str:
         if content is None:
@@ -185,6 +201,22 @@ def _short(text: Any, where: str) -> str:
     return text
 
 
+def _is_reasoning(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _REASONING
+
+
+def _thought(part: Any) -> str:
+    """Return the reasoning that a content part holds, in a text or in a list of texts; "" if it can be read nowhere."""
+    if not _is_reasoning(part):
+        return ""
+    for key in ("thinking", "reasoning", "text", "summary", "content"):
+        texts = part.get(key) if isinstance(part.get(key), list) else [part.get(key)]
+        texts = [text.get("text") if isinstance(text, dict) else text for text in texts]
+        if texts and all(isinstance(text, str) and text for text in texts):
+            return "".join(texts)
+    return ""
+
+
 def _refusal(entry: dict[str, Any], where: str) -> str:
     """Return the text of an assistant that refused to answer: such a message has no content."""
     refusal = entry.get("refusal")
@@ -215,11 +247,11 @@ def _role(role: Any, where: str) -> Role:
     _wrong(where, f"must be one of {', '.join(ROLES)}", role)
 
 
-def _name(entry: dict[str, Any], where: str, pattern: re.Pattern[str] = _NAME) -> str | None:
+def _name(entry: dict[str, Any], where: str) -> str | None:
     name = entry.get("name")
     if name is None:
         return None
-    if not isinstance(name, str) or not pattern.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         _wrong(where, "must be 1 to 64 letters, digits, _ or -", name)
     return name
 
