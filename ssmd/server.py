@@ -67,7 +67,7 @@ def listen(settings: Settings) -> tuple[list[socket.socket], str]:
             ) from err
     sockets = _listen_on(settings.host, settings.port)
     named = settings.host.lower() == "localhost"
-    if _everywhere(settings.host) or (named and len(sockets) == 1):  # not what a client can open, or may open
+    if _everywhere(settings.host) or (named and len(sockets) == 1):  # a client cannot open it, or may reach another
         return sockets, f"{discovery.url_of(sockets)}/v1"
     return sockets, f"http://{hosts.bracketed(settings.host)}:{sockets[0].getsockname()[1]}/v1"
 
@@ -104,7 +104,9 @@ def _listen_on(host: str, port: int) -> list[socket.socket]:
                 continue
             level = logging.WARNING if taken else logging.INFO
             why = "another process listens there" if taken else err.strerror or str(err)
-            log.log(level, "not at [::1]:%d, %s: clients should open http://127.0.0.1:%d", chosen, why, chosen)
+            log.log(
+                level, "cannot listen at [::1]:%d, %s: open http://127.0.0.1:%d, not localhost", chosen, why, chosen
+            )
             return listening
     raise ServerError(
         f"cannot listen on {host}: found no port that is free at 127.0.0.1 and ::1; choose one with --port"

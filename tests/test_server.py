@@ -329,7 +329,9 @@ def test_localhost_is_both_loopback_addresses(artifact: Path, tmp_path: Path) ->
         assert len(addresses) == 1
 
 
-def test_a_port_that_another_has_at_1(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_another_process_has_on_ipv6(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
         for host in ("127.0.0.1", "localhost"):
@@ -339,7 +341,8 @@ def test_a_port_that_another_has_at_1(caplog: pytest.LogCaptureFixture, monkeypa
                 assert place == f"http://127.0.0.1:{port}/v1", "localhost may be the other process"
             (line,) = (r.getMessage() for r in caplog.records)
             assert line == (
-                f"not at [::1]:{port}, another process listens there: clients should open http://127.0.0.1:{port}"
+                f"cannot listen at [::1]:{port}, another process listens there: "
+                f"open http://127.0.0.1:{port}, not localhost"
             )
         opened, offered = socket.socket.bind, [port]
 
@@ -354,7 +357,9 @@ def test_a_port_that_another_has_at_1(caplog: pytest.LogCaptureFixture, monkeypa
             assert not addresses[0].endswith(f":{port}")
 
 
-def test_no_ipv6_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_ipv6_is_served_on_ipv4(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = socket.socket
 
     def without(family: int = -1, *rest: Any) -> socket.socket:
