@@ -158,6 +158,19 @@ def test_a_part_may_be_an_assistants_reasoning(part: Fields, thought: str) -> No
     called = asked({**CALLED, "content": [part]}, RESULT)[1]
     assert (called.reasoning, called.said) == (thought, "")
     assert refused(messages=[{"role": "user", "content": [part]}]).param == "messages[0].content[0]"
+    picture = {**said, "content": [part, {"type": "image_url", "image_url": {}}]}
+    assert refused(messages=[picture, *HELLO]).param == "messages[0].content[1]"
+
+
+def test_what_a_reasoning_part_has_beside_is_named() -> None:
+    def named(**fields: object) -> set[str]:
+        ignored: set[str] = set()
+        part = {"type": "thinking", "thinking": "hm", "signature": "c2lnbmVk", "cache_control": None}
+        read_messages([*HELLO, {"role": "assistant", "content": [part], **fields}, *HELLO], ignored)
+        return ignored
+
+    assert named() == {"messages.content.signature"}
+    assert named(reasoning="other") == {"messages.content.signature", "messages.content.thinking"}
 
 
 def test_reasoning_under_either_name() -> None:

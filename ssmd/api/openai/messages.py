@@ -77,18 +77,26 @@ class _Reader:
                     _wrong(f"{where}.{key}", f"cannot be of a message of role {role!r}", entry[key])
             return Message(role, self._content(entry.get("content"), role, f"{where}.content"), name)
         refusal = _refusal(entry, where)
-        listed, thought = entry.get("content"), ""
-        if isinstance(listed, list):
-            thought = "\n".join(filter(None, map(_thought, listed)))
-            listed = [part for part in listed if not _is_reasoning(part)]
-        content = self._content(listed, role, f"{where}.content") or refusal
+        content = self._content(entry.get("content"), role, f"{where}.content") or refusal
         for key in ("reasoning_content", "reasoning"):
             content = _with_reasoning(entry.get(key), content, f"{where}.{key}")
-        if (
-            thought and THINK_END not in content + thought
-        ):  # a message has one reasoning, and fields of that name come first
-            content = _with_reasoning(thought.strip(), content, f"{where}.content")
+        if isinstance(entry.get("content"), list):
+            content = self._with_thoughts(entry["content"], content)
         return Message(role, content, name, self._made(entry, where))
+
+    def _with_thoughts(self, parts: list[Any], content: str) -> str:
+        """Return the content with the parts' reasoning before it, unless there is reasoning already.
+
+        Fields of these parts that are not read are ignored by name.
+        """
+        found = [(part, *_thought(part)) for part in parts if _is_reasoning(part)]
+        thought = "\n".join(text for _, _, text in found if text).strip()
+        read = thought != "" and THINK_END not in content and THINK_END not in thought
+        for part, key, _ in found:
+            for name, value in part.items():
+                if name != "type" and value not in _NOTHING and not (read and name == key):
+                    self._leave("messages.content", name)
+        return _with_reasoning(thought, content, "") if read else content
 
     def _look_at_the_rest(self, entry: dict[str, Any], known: set[str], where: str) -> None:
         """Refuse content that cannot be shown to the model, and note other ignored fields."""
@@ -155,7 +163,9 @@ class _Reader:
             return content
         if not isinstance(content, list) or not (content or role in ("assistant", "tool")):
             _wrong(where, "must be a string or a list of text parts", content)
-        return "".join(self._part(part, f"{where}[{i}]") for i, part in enumerate(content))
+        apart = role == "assistant"  # its reasoning is not content
+        parts = ((i, part) for i, part in enumerate(content) if not (apart and _is_reasoning(part)))
+        return "".join(self._part(part, f"{where}[{i}]") for i, part in parts)
 
     def _part(self, part: Any, where: str) -> str:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -205,16 +215,14 @@ def _is_reasoning(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in _REASONING
 
 
-def _thought(part: Any) -> str:
-    """Return the reasoning that a content part holds, in a text or in a list of texts; "" if it can be read nowhere."""
-    if not _is_reasoning(part):
-        return ""
+def _thought(part: dict[str, Any]) -> tuple[str, str]:
+    """Return the field that holds a part's reasoning, and the text in it; "" and "" if there is none."""
     for key in ("thinking", "reasoning", "text", "summary", "content"):
         texts = part.get(key) if isinstance(part.get(key), list) else [part.get(key)]
         texts = [text.get("text") if isinstance(text, dict) else text for text in texts]
         if texts and all(isinstance(text, str) and text for text in texts):
-            return "".join(texts)
-    return ""
+            return key, "".join(texts)
+    return "", ""
 
 
 def _refusal(entry: dict[str, Any], where: str) -> str:
