@@ -218,10 +218,12 @@ def _is_reasoning(part: Any) -> bool:
 def _thought(part: dict[str, Any]) -> tuple[str, str]:
     """Return the field that holds a part's reasoning, and the text in it; "" and "" if there is none."""
     for key in ("thinking", "reasoning", "text", "summary", "content"):
-        texts = part.get(key) if isinstance(part.get(key), list) else [part.get(key)]
-        texts = [text.get("text") if isinstance(text, dict) else text for text in texts]
-        if texts and all(isinstance(text, str) and text for text in texts):
-            return key, "".join(texts)
+        value = part.get(key)
+        listed = value if isinstance(value, list) else [value]
+        texts = [text.get("text") if isinstance(text, dict) else text for text in listed]
+        said = [text for text in texts if isinstance(text, str) and text]
+        if said and len(said) == len(texts):
+            return key, "".join(said)
     return "", ""
 
 
