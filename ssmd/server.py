@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -47,6 +48,7 @@ ALONE_S = 60 if os.name == "posix" else LOOK_S  # the same while no client is: e
 GRACE_S = 10.0
 STUCK_S = 10.0  # after GRACE_S: longest time that a step of the model may still take
 FLUSH_S = 5
+_TRIES = 16  # ports that are tried, until one is free at both loopback addresses
 LINGER_S = 5.0  # after FLUSH_S: longest time that threads may still read requests, or write an export
 
 
@@ -64,7 +66,8 @@ def listen(settings: Settings) -> tuple[list[socket.socket], str]:
                 f"cannot listen at the socket {settings.socket}: {err.strerror or err}; or choose another with --socket"
             ) from err
     sockets = _listen_on(settings.host, settings.port)
-    if _everywhere(settings.host):  # an address to listen at, which no client can open
+    named = settings.host.lower() == "localhost"
+    if _everywhere(settings.host) or (named and len(sockets) == 1):  # a client cannot open it, or may reach another
         return sockets, f"{discovery.url_of(sockets)}/v1"
     return sockets, f"http://{hosts.bracketed(settings.host)}:{sockets[0].getsockname()[1]}/v1"
 
@@ -76,7 +79,42 @@ def _everywhere(host: str) -> bool:
 
 
 def _listen_on(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen on every address of `host`."""
+    """Return sockets that listen on every address of `host`, all at one port. Raises ServerError.
+
+    127.0.0.1 and localhost are both loopback addresses, IPv4's first: a client that opens localhost may mean either.
+    """
+    loopback = host.lower() in ("127.0.0.1", "localhost")
+    for _ in range(_TRIES if loopback and port == 0 else 1):
+        try:
+            listening = _bind("127.0.0.1" if loopback else host, port)
+        except OSError as err:
+            reason = os.strerror(err.errno) if err.errno and err.errno > 0 else str(err)
+            raise ServerError(
+                f"cannot listen on {host} port {port}: {reason}; stop what uses it, or choose another with --port"
+            ) from err
+        if not loopback:
+            return listening
+        chosen = listening[0].getsockname()[1]
+        try:
+            return listening + _bind("::1", chosen)
+        except OSError as err:
+            taken = err.errno == errno.EADDRINUSE
+            if taken and port == 0:  # another free port may be free at both
+                listening[0].close()
+                continue
+            level = logging.WARNING if taken else logging.INFO
+            why = "another process listens there" if taken else err.strerror or str(err)
+            log.log(
+                level, "cannot listen at [::1]:%d, %s: open http://127.0.0.1:%d, not localhost", chosen, why, chosen
+            )
+            return listening
+    raise ServerError(
+        f"cannot listen on {host}: found no port that is free at 127.0.0.1 and ::1; choose one with --port"
+    )
+
+
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen on every address of `host`. Raises OSError."""
     listening: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -90,13 +128,10 @@ def _listen_on(host: str, port: int) -> list[socket.socket]:
             one.bind((address[0], port, *address[2:]))
             one.listen(connections.BACKLOG)
             port = one.getsockname()[1]  # 0 becomes one port for all addresses
-    except OSError as err:
+    except OSError:
         for one in listening:
             one.close()
-        reason = os.strerror(err.errno) if err.errno and err.errno > 0 else str(err)
-        raise ServerError(
-            f"cannot listen on {host} port {port}: {reason}; stop what uses it, or choose another with --port"
-        ) from err
+        raise
     return listening
 
 

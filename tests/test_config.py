@@ -74,6 +74,27 @@ def test_lists_in_the_environment_are_comma_separated(monkeypatch: pytest.Monkey
     assert Settings().allowed_origins == tuple(apps.split(","))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("http://*.example.com", "has a star for a part of an origin"),
+        ("https://*", "has a star for a part of an origin"),
+        ("http://localhost:*", "has a star for a part of an origin"),
+        ("app://*", "has a star for a part of an origin"),
+        ("https://a b.example", "is not an origin"),
+        ("https://chat_.example,https://-", "'https://-' is not an origin"),
+        ("https://300.1.1.1", "is not an origin"),
+        ("https://chat.example/path", "is not an origin"),
+    ],
+)
+def test_an_origin_that_no_browser_sends(given: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSMD_ALLOWED_ORIGINS", given)
+    message = refusal()
+    assert said in message
+    assert "SSMD_ALLOWED_ORIGINS" in message
+    assert "\n" not in message
+
+
 def test_sampling_defaults_come_from_all_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = write_file(tmp_path / "s.toml", 'default = ["temperature=0.1", "top_k=4"]\n')
     monkeypatch.setenv("SSMD_CONFIG", str(file))

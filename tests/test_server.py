@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import http.client
 import json
 import logging
 import os
@@ -27,7 +29,11 @@ from openai_client import openai
 from serving import Served
 
 from ssmd.api.generate.fair_reading import LONG_BYTES
+from ssmd.config import Settings
+from ssmd.daemon import discovery
 from ssmd.daemon.logfile import OneLine
+from ssmd.machine import hosts
+from ssmd.server import listen
 
 CHAT = "/v1/chat/completions"
 
@@ -290,6 +296,84 @@ def test_a_port_in_use(artifact: Path, tmp_path: Path) -> None:
     assert f"127.0.0.1 port {port}" in said
     assert "--port" in said
     assert f"ended: cannot listen on 127.0.0.1 port {port}" in (tmp_path / "data" / "daemon.log").read_text()
+
+
+@contextmanager
+def listening(**settings: Any) -> Iterator[tuple[list[str], str]]:
+    """The addresses of a daemon with these settings, and its place in its first line."""
+    sockets, place = listen(Settings(**settings))
+    try:
+        yield [f"{hosts.bracketed(one.getsockname()[0])}:{one.getsockname()[1]}" for one in sockets], place
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def test_localhost_is_both_loopback_addresses(artifact: Path, tmp_path: Path) -> None:
+    with running(tmp_path, str(artifact)) as (_, served):
+        for host in ("127.0.0.1", "::1", "localhost"):
+            connection = http.client.HTTPConnection(host, served.port, timeout=20)
+            connection.request("GET", "/health", headers={"host": f"{hosts.bracketed(host)}:{served.port}"})
+            assert connection.getresponse().status == 200, host
+            connection.close()
+        address = discovery.find(tmp_path / "data")
+        assert address is not None
+        assert address.url == f"http://127.0.0.1:{served.port}"
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("::1", served.port), family=socket.AF_INET6)
+    for host in ("localhost", "LOCALHOST"):
+        with listening(host=host, port=served.port) as (addresses, place):  # again, at the port of before
+            assert addresses == [f"127.0.0.1:{served.port}", f"[::1]:{served.port}"]
+            assert place == f"http://localhost:{served.port}/v1"
+    with listening(host="127.0.0.2", port=0) as (addresses, _):
+        assert len(addresses) == 1
+
+
+def test_a_port_that_another_process_has_on_ipv6(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        for host in ("127.0.0.1", "localhost"):
+            caplog.clear()
+            with listening(host=host, port=port) as (addresses, place):
+                assert addresses == [f"127.0.0.1:{port}"]
+                assert place == f"http://127.0.0.1:{port}/v1", "localhost may be the other process"
+            (line,) = (r.getMessage() for r in caplog.records)
+            assert line == (
+                f"cannot listen at [::1]:{port}, another process listens there: "
+                f"open http://127.0.0.1:{port}, not localhost"
+            )
+        opened, offered = socket.socket.bind, [port]
+
+        def bind(one: socket.socket, address: Any) -> None:
+            """Give the taken port to the first that wants any."""
+            opened(one, (address[0], offered.pop(), *address[2:]) if address[1] == 0 and offered else address)
+
+        monkeypatch.setattr(socket.socket, "bind", bind)
+        with listening(port=0) as (addresses, _):
+            assert not offered
+            assert len(addresses) == 2
+            assert not addresses[0].endswith(f":{port}")
+
+
+def test_a_machine_without_ipv6_is_served_on_ipv4(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = socket.socket
+
+    def without(family: int = -1, *rest: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        return made(family, *rest)
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(socket, "socket", without)
+    with listening(port=0) as (addresses, _):
+        assert [address.rpartition(":")[0] for address in addresses] == ["127.0.0.1"]
+    (line,) = (r for r in caplog.records)
+    assert line.levelname == "INFO"
+    assert "Address family not supported" in line.getMessage()
 
 
 def test_what_cannot_be_served(artifact: Path, tmp_path: Path) -> None:

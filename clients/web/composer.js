@@ -6,6 +6,7 @@ import {draftOf, drafts, keepDraft, readJson, writeJson} from "./kept.js";
 import {ask, unlocked} from "./api.js";
 import {Signal, use} from "./signal.js";
 import {metrics} from "./live.js";
+import {tell} from "./notices.js";
 
 const MANY = 1e9; // no bound that a person has in mind
 
@@ -136,7 +137,8 @@ export function Composer({mine, session, busy, stoppable, send, stop}) {
   }, [text]);
   const type = (typed) => (setText(typed), keepDraft(name, typed));
   const go = async () => {
-    if (busy || !text.trim()) return;
+    if (!text.trim()) return;
+    if (busy) return tell("An answer is under way: stop it, or wait for its end. What you typed is kept.");
     setText("");
     if ((await send(text)) === false) setText((now) => [text, now].filter(Boolean).join("\n"));
   };

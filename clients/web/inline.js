@@ -23,6 +23,13 @@ const DEEPEST = 24; // marks in marks
 const LONGEST_FORMULA = {"\\(": 2000, "\\[": 5000, $$: 5000, $: 500};
 const MONEY = /^[^\\^_={}<>+*/|]*\s[^\\^_={}<>+*/|]*$/; // "5 and 10" of "$5 and 10$"
 
+const PLAIN = /^[\p{L}\p{N}\s,.'"-]+$/u; // no sign of a formula in it
+const NAME = /^\p{L}+\d{2,}(?:[_-]\d+)?$/u; // "x86"
+const PROSE = /\p{Ll}{3}\s+\p{Ll}{3}/u; // "see below"
+
+/** Whether escaped brackets are around words, as in "\(x86\)", "\(see below\)" and "file\(s\)". before: the character there. */
+const wordy = (text, before) => NAME.test(text) || (PLAIN.test(text) && (PROSE.test(text) || /[a-z0-9]/i.test(before)));
+
 /** The address of a link if it may be followed, else null. */
 export function safeAddress(text) {
   if (!/^[\s\0]*(?:https?|mailto):/i.test(text)) return null;
@@ -236,6 +243,7 @@ class Line {
     if (end - from > LONGEST_FORMULA[open]) return false;
     const formula = text.slice(from, end).trim();
     if (!/[\p{L}\p{N}]/u.test(formula) || (open === "$" && (MONEY.test(formula) || /`|(?<!\\)\$/.test(formula)))) return false;
+    if (open[0] === "\\" && wordy(formula, text[at - 1] ?? "")) return false;
     this.#at = end + close.length;
     this.#add({type: "formula", text: formula, source: text.slice(at, this.#at), display: open === "\\[" || open === "$$"});
     return true;

@@ -11,7 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from ssmd.cli import completion
-from ssmd.model.defaults import OPTIONS
+from ssmd.model.defaults import OPTIONS, integer
+
+
+def _integer(text: str) -> int:
+    try:
+        return integer(text)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is not a valid integer.") from None
+
+
+INTEGER: dict[str, Any] = {"parser": _integer, "metavar": "INTEGER"}  # of a field of requests: 40.0 is 40, as in a body
 
 
 def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
@@ -27,6 +37,7 @@ def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
                 typer.Option(
                     *(f"--{one.replace('_', '-')}" for one in (name, *option.aliases)),
                     help=option.help,
+                    **(INTEGER if option.whole else {}),
                 ),
             ],
         )

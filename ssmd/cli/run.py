@@ -40,7 +40,7 @@ def run(
     ] = None,
     last: Annotated[bool, typer.Option("--continue", "-c", help="Continue the session used last.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt of a new conversation.", metavar="TEXT")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same choices.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same choices.", **options.INTEGER)] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text. May be repeated.", metavar="TEXT")
     ] = None,

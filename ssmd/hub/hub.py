@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from urllib.parse import quote
 from urllib.request import getproxies, proxy_bypass
@@ -169,10 +170,15 @@ def request(url: str, start: int = 0, *, accept: str = "*/*") -> Iterator[httpx2
 
 
 def _session(target: httpx2.URL) -> httpx2.Client:
-    """Return the library's session. Raises HubError if the environment names a proxy that it cannot use."""
+    """Return the library's session, or one without proxies if the library's fails on a proxy that NO_PROXY leaves out.
+
+    Raises HubError if the environment names a proxy for `target` that cannot be used.
+    """
     try:
         return get_session()
     except (ImportError, ValueError, httpx2.InvalidURL) as err:
+        if proxy_bypass(target.host):
+            return _direct()
         variable, proxy = _proxy(target) or next(filter(None, map(_named, ("all", "https", "http"))), ("", ""))
         if not variable:
             raise
@@ -184,6 +190,12 @@ def _session(target: httpx2.URL) -> httpx2.Client:
         raise HubError(
             f"{variable} is {_without_secrets(proxy)!r}, which is not a proxy's address ({reason(err)})"
         ) from err
+
+
+@cache
+def _direct() -> httpx2.Client:
+    """Return a session that uses no proxy, with the certificates that the environment names."""
+    return httpx2.Client(verify=httpx2.create_ssl_context(trust_env=True), trust_env=False)
 
 
 def through(url: str) -> str:

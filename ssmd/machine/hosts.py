@@ -48,15 +48,19 @@ def origin(text: str) -> str:
 
     Raises ValueError, which gives examples.
     """
+    if "*" in text:
+        raise ValueError(f"{text!r} has a star for a part of an origin; name each origin, or use '*' alone for all")
     if _APP_ORIGIN.fullmatch(text):
         return text
     try:
         parts = urlsplit(text)
-        bare = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/")
+        host = parts.hostname or ""
+        bare = parts.scheme in ("http", "https") and parts.path in ("", "/")
+        bare = bare and (address(host) is not None or is_hostname(host))
         port = parts.port
     except ValueError:
-        bare, port = False, None
+        host, bare, port = "", False, None
     if not bare or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"{text!r} is not an origin; expected for example 'https://chat.example', 'app://name' or '*'")
     shown = "" if port in (None, {"http": 80, "https": 443}[parts.scheme]) else f":{port}"
-    return f"{parts.scheme}://{bracketed(parts.hostname or '')}{shown}"
+    return f"{parts.scheme}://{bracketed(host)}{shown}"

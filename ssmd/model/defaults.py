@@ -57,6 +57,8 @@ class Option:
 
     def checked(self, name: str, value: object) -> float:
         """Return the value. Raises ValueError, with the name and the value, if it is not a number within the bounds."""
+        if self.whole:
+            value = whole(value)
         kind = int if self.whole else int | float
         if isinstance(value, kind) and not isinstance(value, bool) and self.low <= value <= self.high:
             return value
@@ -65,10 +67,26 @@ class Option:
     def read(self, name: str, text: str) -> float:
         """Return the value that a text writes. Raises ValueError as `checked` does."""
         try:
-            value: float = int(text) if self.whole else float(text)
+            value: float = integer(text) if self.whole else float(text)
         except (ValueError, OverflowError):
             raise ValueError(f"{name} is {printable(text)!r}, expected {self.expected}") from None
         return self.checked(name, value)
+
+
+def whole(value: object) -> object:
+    """Return an int for a float without a fraction, as of clients that write 4.0 for 4; other values unchanged."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def integer(text: str) -> int:
+    """Return the integer that a text writes, such as "40" or "40.0". Raises ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        value = whole(float(text))
+        if isinstance(value, int):
+            return value
+        raise
 
 
 # All sampling options: request bodies, the terminal's options and `/set`, and the page's fields are made of this table.

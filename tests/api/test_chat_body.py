@@ -7,9 +7,11 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from ssmd.api.http.body import parse_object
 from ssmd.api.openai.chat_body import NOT_BUILT, read_chat, to_request
+from ssmd.api.operations import OPERATIONS
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Rejection
 from ssmd.text.messages import Message
@@ -111,6 +113,8 @@ def test_unsupported_fields_are_refused_by_name_unless_neutral(name: str) -> Non
         ({"n_predict": 3, "max_tokens": 4}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 0.0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
         ({"max_tokens": 10**12}, "max_tokens"),
         ({"max_tokens": 10**400}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
@@ -178,6 +182,40 @@ def test_nonsense_is_refused_by_name(fields: dict[str, Any], param: str) -> None
     assert error.param == param
     assert error.param.split("[")[0].split(".")[0] in error.message
     assert len(error.message) < 400
+
+
+def integer_fields() -> list[tuple[type[Any], str, int]]:
+    """Every integer field of every body that the daemon reads, and the least value above 0 that it can have."""
+    found = []
+    for shape in {operation.body.shape for operation in OPERATIONS.values() if operation.body is not None}:
+        for name, schema in shape.model_json_schema()["properties"].items():
+            options = [schema, *schema.get("anyOf", [])]
+            options += [one["items"] for one in options if "items" in one]
+            if any(one.get("type") == "integer" for one in options):
+                found.append((shape, name, 1 if schema.get("type") != "array" else -1))
+    return sorted(found, key=lambda row: (row[0].__name__, row[1]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "value"), integer_fields(), ids=lambda part: str(getattr(part, "__name__", part))
+)
+def test_an_integer_of_any_body_may_be_written_4_0(shape: type[Any], name: str, value: int) -> None:
+    def wrong(given: Any) -> list[Any]:
+        with pytest.raises(ValidationError) as caught:
+            shape.model_validate({name: [given] if value < 0 else given, "surprise": 1})
+        return [error["loc"] for error in caught.value.errors() if error["loc"][0] == name]
+
+    assert wrong(abs(value)) == wrong(float(abs(value))) == []
+    assert wrong(1.5)
+    assert wrong(True)
+    assert wrong("1")
+
+
+def test_integers_written_4_0_reach_the_engine_as_4() -> None:
+    sent = {"max_tokens": 4, "top_k": 40, "seed": 1, "n": 2, "top_logprobs": 3, "thinking_budget": 9}
+    assert read(**{name: float(value) for name, value in sent.items()}, logprobs=True) == read(**sent, logprobs=True)
+    assert read(top_k=-1.0, max_tokens=-1.0, repeat_last_n=-1.0) == read(top_k=-1, max_tokens=-1, repeat_last_n=-1)
+    assert type(read(seed=1.0).sampling.seed) is int
 
 
 def test_missing_parameters_are_named() -> None:

@@ -72,7 +72,11 @@ def test_openais_default_length(tiny: Daemon) -> None:
 
 
 def test_ids_say_what_their_text_says(tiny: Daemon) -> None:
-    assert texts(complete(tiny, ids_of(tiny, PROMPT))) == texts(complete(tiny))
+    ids = ids_of(tiny, PROMPT)
+    assert texts(complete(tiny, ids)) == texts(complete(tiny))
+    written = [float(token) for token in ids]  # as clients of one number type send them
+    assert texts(complete(tiny, written)) == texts(complete(tiny, [written])) == texts(complete(tiny))
+    assert complete(tiny, [1, 1.5]).error["param"] == "prompt[1]"
 
 
 def test_many_prompts_are_answered_as_each_alone(tiny: Daemon) -> None:

@@ -44,6 +44,8 @@ def _app(*, api_key: str | None = None, hosts: str | None = None) -> ASGIApp:
         Route("/health", _ok),
         Route("/list", _ok),
         Route("/crash", _crash),
+        Route("/two", _ok),
+        Route("/two", _ok, methods=["POST", "DELETE"]),
     ]
     rules = Rules(
         hosts=frozenset({hosts} if hosts else {"localhost", "127.0.0.1", "[::1]", "box.lan"}),
@@ -139,6 +141,17 @@ def test_preflight_answers_allowed_origins_only(locked: Served) -> None:
     assert locked.ask("OPTIONS", "/echo", headers={"origin": "https://evil.example", **asked}).status == 403
 
 
+def test_a_preflight_may_ask_for_the_private_network(locked: Served) -> None:
+    allow = "access-control-allow-private-network"
+    asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    wanted = {"access-control-request-private-network": "true"}
+    assert allow not in locked.ask("OPTIONS", "/echo", headers=asked).headers
+    assert locked.ask("OPTIONS", "/echo", headers=asked | wanted).headers[allow] == "true"
+    refused = locked.ask("OPTIONS", "/echo", headers=asked | wanted | {"origin": "https://evil.example"})
+    assert refused.status == 403
+    assert allow not in refused.headers
+
+
 @pytest.mark.parametrize(
     "given", [None, "", KEY, f"Basic {KEY}", "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer \xff"]
 )
@@ -183,7 +196,17 @@ def test_unknown_paths_and_methods(served: Served) -> None:
     assert served.ask("GET", "/health/").status == 404
     answer = served.ask("DELETE", "/health")
     assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
-    assert "GET" in answer.headers["allow"]
+    assert answer.headers["allow"] == "GET, HEAD, OPTIONS"
+
+
+def test_a_405_names_the_methods_of_all_routes_of_a_path(served: Served) -> None:
+    answer = served.ask("PUT", "/two")
+    assert answer.status == 405
+    assert answer.headers["allow"] == "DELETE, GET, HEAD, OPTIONS, POST"
+    assert answer.headers["allow"] in answer.error["message"]
+    asked = served.ask("OPTIONS", "/two")
+    assert (asked.status, asked.headers["allow"]) == (204, answer.headers["allow"])
+    assert served.ask("OPTIONS", "/nothing").status == 404
 
 
 def test_a_declared_size_over_the_limit_is_refused_unread(served: Served) -> None:

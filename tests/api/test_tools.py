@@ -68,6 +68,10 @@ def test_calls_as_they_once_were() -> None:
         ([CALLED, RESULT | {"content": {"sky": "grey"}}], "messages[2].content"),
         ([CALLED, {"role": "function", "name": "clock", "content": ""}], "messages[2].name"),
         ([CALLED, {"role": "function", "content": ""}], "messages[2].name"),
+        ([CALLED, RESULT | {"name": "a\nb"}], "messages[2].name"),
+        ([CALLED, RESULT | {"name": "x" * 257}], "messages[2].name"),
+        ([CALLED, RESULT | {"name": ""}], "messages[2].name"),
+        ([CALLED, RESULT | {"name": 7}], "messages[2].name"),
         ([CALLED], "messages[1].tool_calls"),
         ([CALLED | {"tool_calls": "x"}, *HELLO], "messages[1].tool_calls"),
         ([CALLED | {"tool_calls": ["x"]}, *HELLO], "messages[1].tool_calls[0]"),
@@ -119,6 +123,54 @@ def test_what_clients_put_into_messages_refuses_nothing() -> None:
     names = ("cache_control", "id", "opts", "timestamp", "provider_specific_fields", "prefix", "thinking_blocks")
     assert ignored == {f"messages.{name}" for name in names}
     assert asked({"role": "assistant", "content": None, "refusal": "No."}, *HELLO)[1].content == "No."
+
+
+@pytest.mark.parametrize("name", ["mcp:server/tool", "a.b", "my tool", "größe", "<|im_end|>", "x" * 256])
+def test_a_history_may_name_tools_as_no_tool_is_named(name: str) -> None:
+    made, result = asked({**CALLED, "tool_calls": [call(name=name)]}, RESULT | {"name": name})[1:]
+    assert (made.tool_calls[0].name, result.name) == (name, name)
+    old = {"role": "assistant", "content": None, "function_call": {"name": name, "arguments": "{}"}}
+    assert asked(old, {"role": "function", "name": name, "content": "x"})[2].name == name
+
+
+@pytest.mark.parametrize(
+    ("part", "thought"),
+    [
+        ({"type": "thinking", "thinking": "hm\n", "signature": "c2lnbmVk"}, "hm"),
+        ({"type": "thinking", "thinking": [{"type": "text", "text": "h"}, {"type": "text", "text": "m"}]}, "hm"),
+        ({"type": "reasoning", "text": "hm", "providerOptions": {}}, "hm"),
+        ({"type": "reasoning", "reasoning": "hm"}, "hm"),
+        ({"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]}, "hm"),
+        ({"type": "reasoning", "summary": [], "encrypted_content": "…"}, ""),
+        ({"type": "redacted_thinking", "data": "c2VjcmV0"}, ""),
+        ({"type": "thinking", "thinking": None}, ""),
+        ({"type": "thinking", "thinking": 7}, ""),
+        ({"type": "thinking", "thinking": "a</think>b"}, ""),
+        ({"type": "thinking"}, ""),
+    ],
+)
+def test_a_part_may_be_an_assistants_reasoning(part: Fields, thought: str) -> None:
+    answer = Message("assistant", f"<think>\n{thought}\n</think>\n\nx" if thought else "x")
+    said = {"role": "assistant", "content": [part, {"type": "text", "text": "x"}]}
+    assert asked(said, *HELLO)[1] == answer
+    twice = {**said, "reasoning_content": "other"}
+    assert asked(twice, *HELLO)[1].reasoning == "other"
+    called = asked({**CALLED, "content": [part]}, RESULT)[1]
+    assert (called.reasoning, called.said) == (thought, "")
+    assert refused(messages=[{"role": "user", "content": [part]}]).param == "messages[0].content[0]"
+    picture = {**said, "content": [part, {"type": "image_url", "image_url": {}}]}
+    assert refused(messages=[picture, *HELLO]).param == "messages[0].content[1]"
+
+
+def test_what_a_reasoning_part_has_beside_is_named() -> None:
+    def named(**fields: object) -> set[str]:
+        ignored: set[str] = set()
+        part = {"type": "thinking", "thinking": "hm", "signature": "c2lnbmVk", "cache_control": None}
+        read_messages([*HELLO, {"role": "assistant", "content": [part], **fields}, *HELLO], ignored)
+        return ignored
+
+    assert named() == {"messages.content.signature"}
+    assert named(reasoning="other") == {"messages.content.signature", "messages.content.thinking"}
 
 
 def test_reasoning_under_either_name() -> None:

@@ -44,6 +44,7 @@ def tokens(one: Daemon, content: str, **options: Any) -> list[Any]:
 def test_there_and_back(text: str, tiny: Daemon) -> None:
     ids = tokens(tiny, text)
     assert ask(tiny, "/detokenize", tokens=ids).json == {"content": text}
+    assert ask(tiny, "/detokenize", tokens=[*map(float, ids)]).json == {"content": text}
     pieces = tokens(tiny, text, with_pieces=True)
     assert [piece["id"] for piece in pieces] == ids
     said = b"".join(p.encode() if isinstance(p := one["piece"], str) else bytes(p) for one in pieces)

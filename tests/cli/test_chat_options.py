@@ -55,6 +55,16 @@ def test_a_command_has_each_option() -> None:
     assert [name for name in names if f"--{name.replace('_', '-')}" not in told] == []
 
 
+def test_a_whole_number_may_be_written_40_0() -> None:
+    options = ChatOptions().changed("top_k", "40.0").changed("seed", "7.0")
+    assert options == ChatOptions({"top_k": 40}, seed=7)
+    given = CliRunner().invoke(app, ["run", "--top-k", "40.0", "--seed", "7.0", "--session", "x", "--continue"])
+    assert "leave one out" in given.output  # the options were read
+    given = CliRunner().invoke(app, ["run", "--top-k", "40.5"], env={"COLUMNS": "200"})
+    assert given.exit_code == 2
+    assert "'40.5' is not a valid integer" in given.output
+
+
 def test_the_page_has_the_labels_of_the_table() -> None:
     source = (Path(__file__).parents[2] / "clients" / "web" / "composer.js").read_text("utf-8")
     rows = re.findall(r'^  \["(\w+)", "([^"]+)", ([\d.]+), "([^"]+)"\],$', source, re.MULTILINE)

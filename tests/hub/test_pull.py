@@ -477,6 +477,14 @@ def test_a_proxy_that_does_not_answer_is_named(hub: Mirror, tmp_path: Path) -> N
         assert "install socksio" in said
     said = refused(tmp_path, hub, **elsewhere, ALL_PROXY=f"ftp://me:{TOKEN}@x")
     assert "ALL_PROXY is 'ftp://x', which is not a proxy's address" in said
+    assert "ALL_PROXY names a SOCKS proxy" in refused(tmp_path, hub, ALL_PROXY="socks5h://x", NO_PROXY="hub.test")
+
+
+def test_a_proxy_of_other_hosts_does_not_matter(hub: Mirror, tmp_path: Path) -> None:
+    """The library makes a client of every proxy that the environment names, and fails on one that it cannot use."""
+    for address in ("socks5h://127.0.0.1:9", "ftp://x"):
+        done = ssmd(tmp_path, hub, "pull", NAME, "--json", ALL_PROXY=address, NO_PROXY="localhost,127.0.0.1")
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 # Asked for by a command that needs it

@@ -92,7 +92,7 @@ def test_do_sample_false_is_temperature_0() -> None:
         ("repetition_penalty", "1e9"),
         ("max_new_tokens", "0"),
         ("max_new_tokens", "20"),
-        ("max_new_tokens", "1e3"),
+        ("max_new_tokens", "1e10"),
     ],
 )
 def test_a_value_that_cannot_be_is_left_out_by_name(name: str, text: str) -> None:
@@ -154,6 +154,16 @@ def test_a_wrong_entry_leaves_the_others(tmp_path: Path) -> None:
     good = {"value": 0.9, "source": SOURCE}
     (tmp_path / FILE).write_text(json.dumps({"top_p": good, "top_k": {"value": -3, "source": SOURCE}}))
     assert read(tmp_path) == {"top_p": Default(0.9, SOURCE)}
+
+
+def test_a_whole_number_may_be_written_20_0(tmp_path: Path) -> None:
+    assert values_of(top_k=20.0, max_new_tokens=512.0) == {"top_k": 20, "max_tokens": 512}
+    (tmp_path / FILE).write_text(json.dumps({"top_k": {"value": 20.0, "source": SOURCE}}))
+    assert [type(default.value) for default in read(tmp_path).values()] == [int]
+    assert parse("top_k=20.0") == ("top_k", 20)
+    for wrong in ("top_k=20.5", "top_k=inf", "top_k=true"):
+        with pytest.raises(ValueError, match="expected a whole number"):
+            parse(wrong)
 
 
 def test_an_artifact_without_a_file_has_the_catalogues(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from ssmd.engine.terms import Rejection
+from ssmd.model.defaults import whole
 from ssmd.model.strict import Strict, too_many
 from ssmd.sessions.turn import ID_PATTERN
 
@@ -21,6 +22,14 @@ MAX_VALUES = 250_000  # a conversation of 10,000 messages, each of five parts, h
 MAX_SHOWN_CHARS = 80
 _ENTRIES = 8
 Id = Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")]  # of a session or a turn
+
+# The last part of an integer field's type. Clients whose language has one number type send 4.0 for 4.
+WHOLE = BeforeValidator(whole)
+
+
+def whole_list(value: Any) -> Any:
+    """Return a list whose entries went through `whole`; other values unchanged."""
+    return [*map(whole, value)] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
 class StrictModel(Strict):

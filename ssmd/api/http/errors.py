@@ -9,6 +9,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from ssmd.api.http import access
 from ssmd.engine.terms import Rejection
@@ -54,12 +55,22 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
         advice = did_you_mean(request.url.path, known) or "; GET /v1 lists the endpoints"
         error = Rejection(f"there is nothing at {what}{advice}", status=404, code="not_found")
     elif exc.status_code == 405:
-        allowed = (exc.headers or {}).get("Allow", "")
+        allowed = ", ".join(_methods(request))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers={"allow": allowed})
         error = Rejection(f"{what} is not possible; allowed: {allowed}", status=405, code="method_not_allowed")
+        access.note(request.scope, code=error.code)
+        return error_response(error, {"allow": allowed})
     else:
         error = Rejection(f"{what}: {exc.detail}", status=exc.status_code, code="http_error")
     access.note(request.scope, code=error.code)
     return error_response(error, exc.headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods that the request's path has, those of all its routes."""
+    routes = [one for one in request.app.routes if one.matches(request.scope)[0] is not Match.NONE]
+    return sorted({"OPTIONS"}.union(*(one.methods for one in routes)))
 
 
 async def _crash(request: Request, exc: Exception) -> Response:

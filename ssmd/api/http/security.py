@@ -334,4 +334,6 @@ def _preflight(headers: Headers) -> Response:
     }
     if _HEADER_NAMES.fullmatch(asked):
         allowed["access-control-allow-headers"] = asked
+    if headers.get("access-control-request-private-network") == "true":  # of a page on a public site, for loopback
+        allowed["access-control-allow-private-network"] = "true"
     return Response(status_code=204, headers=allowed)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, create_model, field_validator
 
-from ssmd.api.http.body import Id, StrictModel, brief, validate
+from ssmd.api.http.body import WHOLE, Id, StrictModel, brief, validate
 from ssmd.api.openai.fields import OTHERS
 from ssmd.api.openai.messages import read_messages
 from ssmd.api.openai.structured import StructuredFields, grammar_of
@@ -44,14 +44,14 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 
 def _of(option: Option, low: float | None = None) -> Any:
     """Return the type of an option's field, for pydantic. low: least value, if it is not the option's."""
-    kind = int if option.whole else float
-    return Annotated[kind, Field(ge=option.low if low is None else low, le=option.high)] | None
+    bounds = Field(ge=option.low if low is None else low, le=option.high)
+    return (Annotated[int, bounds, WHOLE] if option.whole else Annotated[float, bounds]) | None
 
 
-Budget = Annotated[int, Field(ge=0, le=MAX_INT)]
+Budget = Annotated[int, Field(ge=0, le=MAX_INT), WHOLE]
 Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
 Count = Annotated[int, Field(ge=OPTIONS["max_tokens"].low, le=OPTIONS["max_tokens"].high)]
-Limit = Annotated[Count, BeforeValidator(lambda value: MAX_INT if value == -1 and type(value) is int else value)]
+Limit = Annotated[Count, BeforeValidator(lambda value: MAX_INT if value == -1 and type(value) is int else value), WHOLE]
 ShortText = Annotated[str, Field(max_length=1000)]
 Seconds = Annotated[float, Field(allow_inf_nan=True)]  # infinite: for ever
 
@@ -93,8 +93,8 @@ class GenerationBody(create_model("SamplingBody", __base__=StructuredFields, **_
     max_completion_tokens: Limit | None = None
     n_predict: Limit | None = None  # llama.cpp's name of it
     dry_sequence_breakers: Annotated[list[Breaker], Field(fail_fast=True, max_length=MAX_BREAKERS)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
     stop: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
@@ -137,7 +137,7 @@ class ChatBody(GenerationBody):
 
     messages: Any
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     session: Id | None = None
     truncation: Literal["auto", "disabled"] | None = None
     # For the chat template, see tools.py.
@@ -150,7 +150,7 @@ class ChatBody(GenerationBody):
     reasoning_effort: Any = None
     thinking_budget: Budget | None = None
     thinking_token_budget: Budget | None = None  # vLLM's name of it
-    reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None  # llama.cpp's; -1: no bound
+    reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=MAX_INT), WHOLE] | None = None  # llama.cpp's; -1: no bound
 
 
 def read_chat(fields: dict[str, Any]) -> ChatBody:

@@ -16,7 +16,7 @@ from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeC
 from ssmd.api.generate.front import Front
 from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http import sse
-from ssmd.api.http.body import brief, validate
+from ssmd.api.http.body import WHOLE, brief, validate, whole_list
 from ssmd.api.http.errors import error_body
 from ssmd.api.openai.chat_body import MAX_N, NOT_BUILT, GenerationBody, generation, without_refused
 from ssmd.api.openai.fields import Fields, Neutral
@@ -188,8 +188,8 @@ class CompletionBody(GenerationBody):
 
     prompt: Any = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5), WHOLE] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
 
 
 REFUSED: Neutral = {
@@ -249,6 +249,7 @@ def _prompts(value: Any, vocabulary: int) -> list[Raw]:
         return [value]
     if not isinstance(value, list) or not value:
         raise _wrong("prompt", "a string, a list of strings, of token ids, or of lists of token ids", value)
+    value = whole_list(value)
     if type(value[0]) is int:
         return [_ids(value, "prompt", vocabulary)]
     if len(value) > MAX_PROMPTS:
@@ -267,6 +268,7 @@ def _prompts(value: Any, vocabulary: int) -> list[Raw]:
 def _ids(value: list[Any], where: str, vocabulary: int) -> tuple[int, ...]:
     if not value:
         raise _wrong(where, "at least one token id", value)
+    value = whole_list(value)
     for i, one in enumerate(value):
         if type(one) is not int or not 0 <= one < vocabulary:
             raise _wrong(f"{where}[{i}]", f"a token id from 0 to {vocabulary - 1}", one)

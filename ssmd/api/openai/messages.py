@@ -20,9 +20,10 @@ _TOOL_FIELDS = {"tool_call_id"}
 # Other fields of a message are for other servers and are ignored. These would be content for the model to read.
 _CONTENT = {"audio", "attachments", "file", "files", "image", "images", "image_url", "input_audio", "video", "videos"}
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
-# It excludes the characters of special tokens: templates render names as they are.
 _NAME = re.compile(r"[\w-]{1,64}")
-_FUNCTION = re.compile(r"[\w.-]{1,64}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# Content parts of an assistant that hold reasoning, in the words of Anthropic, LangChain and the AI SDK.
+_REASONING = ("thinking", "reasoning", "redacted_thinking", "redacted-reasoning")
 
 
 def read_messages(value: Any, ignored: set[str] | None = None) -> tuple[Message, ...]:
@@ -79,7 +80,23 @@ class _Reader:
         content = self._content(entry.get("content"), role, f"{where}.content") or refusal
         for key in ("reasoning_content", "reasoning"):
             content = _with_reasoning(entry.get(key), content, f"{where}.{key}")
+        if isinstance(entry.get("content"), list):
+            content = self._with_thoughts(entry["content"], content)
         return Message(role, content, name, self._made(entry, where))
+
+    def _with_thoughts(self, parts: list[Any], content: str) -> str:
+        """Return the content with the parts' reasoning before it, unless there is reasoning already.
+
+        Fields of these parts that are not read are ignored by name.
+        """
+        found = [(part, *_thought(part)) for part in parts if _is_reasoning(part)]
+        thought = "\n".join(text for _, _, text in found if text).strip()
+        read = thought != "" and THINK_END not in content and THINK_END not in thought
+        for part, key, _ in found:
+            for name, value in part.items():
+                if name != "type" and value not in _NOTHING and not (read and name == key):
+                    self._leave("messages.content", name)
+        return _with_reasoning(thought, content, "") if read else content
 
     def _look_at_the_rest(self, entry: dict[str, Any], known: set[str], where: str) -> None:
         """Refuse content that cannot be shown to the model, and note other ignored fields."""
@@ -116,7 +133,7 @@ class _Reader:
     def _result(self, entry: dict[str, Any], where: str) -> Message:
         """Read the result of a call. A result in the old form belongs to the last call of that function."""
         content = self._content(entry.get("content"), "tool", f"{where}.content")
-        name = _name(entry, f"{where}.name", _FUNCTION)
+        name = None if entry.get("name") is None else self._called(entry, f"{where}.name")
         if entry["role"] == "function":
             of = next((id_ for id_ in reversed(self._calls) if self._calls[id_] == name), None)
             if of is None:
@@ -130,6 +147,13 @@ class _Reader:
             _wrong(f"{where}.tool_call_id", "must be the id of one of the tool_calls in a message before it", of)
         return Message("tool", content, name, tool_call_id=of)
 
+    def _called(self, entry: dict[str, Any], where: str) -> str:
+        """Return the function's name in a result. A history from elsewhere may have names that `tools` may not."""
+        name = _short(entry["name"], where)
+        if _CONTROL.search(name) and name not in self._calls.values():
+            _wrong(where, "must not hold control characters", name)
+        return name
+
     def _content(self, content: Any, role: Role, where: str) -> str:
         if content is None:
             if role in ("assistant", "tool"):
@@ -139,7 +163,9 @@ class _Reader:
             return content
         if not isinstance(content, list) or not (content or role in ("assistant", "tool")):
             _wrong(where, "must be a string or a list of text parts", content)
-        return "".join(self._part(part, f"{where}[{i}]") for i, part in enumerate(content))
+        apart = role == "assistant"  # its reasoning is not content
+        parts = ((i, part) for i, part in enumerate(content) if not (apart and _is_reasoning(part)))
+        return "".join(self._part(part, f"{where}[{i}]") for i, part in parts)
 
     def _part(self, part: Any, where: str) -> str:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -185,6 +211,22 @@ def _short(text: Any, where: str) -> str:
     return text
 
 
+def _is_reasoning(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _REASONING
+
+
+def _thought(part: dict[str, Any]) -> tuple[str, str]:
+    """Return the field that holds a part's reasoning, and the text in it; "" and "" if there is none."""
+    for key in ("thinking", "reasoning", "text", "summary", "content"):
+        value = part.get(key)
+        listed = value if isinstance(value, list) else [value]
+        texts = [text.get("text") if isinstance(text, dict) else text for text in listed]
+        said = [text for text in texts if isinstance(text, str) and text]
+        if said and len(said) == len(texts):
+            return key, "".join(said)
+    return "", ""
+
+
 def _refusal(entry: dict[str, Any], where: str) -> str:
     """Return the text of an assistant that refused to answer: such a message has no content."""
     refusal = entry.get("refusal")
@@ -215,11 +257,11 @@ def _role(role: Any, where: str) -> Role:
     _wrong(where, f"must be one of {', '.join(ROLES)}", role)
 
 
-def _name(entry: dict[str, Any], where: str, pattern: re.Pattern[str] = _NAME) -> str | None:
+def _name(entry: dict[str, Any], where: str) -> str | None:
     name = entry.get("name")
     if name is None:
         return None
-    if not isinstance(name, str) or not pattern.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         _wrong(where, "must be 1 to 64 letters, digits, _ or -", name)
     return name
 

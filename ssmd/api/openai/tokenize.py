@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api.http.body import StrictModel, parse_object, read_body, validate
+from ssmd.api.http.body import StrictModel, parse_object, read_body, validate, whole_list
 from ssmd.api.http.errors import IGNORED
 from ssmd.api.http.keys import caller_of
 from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
@@ -37,7 +37,7 @@ class TokenizeBody(StrictModel):
 
 class DetokenizeBody(StrictModel):
     model: Name | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKENS)]
+    tokens: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKENS), BeforeValidator(whole_list)]
 
 
 def routes(host: Host, *, strict: bool = False) -> list[Route]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import LONG, SHORT, Window
+from browser import LONG, SHORT, Window, in_box
 from conftest import TinyArtifacts
 from daemon_process import DaemonProcess
 
@@ -117,6 +117,22 @@ def test_two_windows_agree(window: Window, another: Callable[[str], Window]) -> 
     window.answered(2)
     for each in (window, other):
         each.soon(lambda each=each: each.texts(".asked .typed") == ["Seen by both", "From the other one"])  # type: ignore[misc]
+
+
+def test_enter_during_an_answer_is_said(window: Window, another: Callable[[str], Window]) -> None:
+    window.sampling(**LONG)
+    window.open()
+    window.say("Tell me a long story")
+    window.page.wait_for_selector(GROWS)
+    other = another(f"#/chat/{window.session}")
+    other.page.wait_for_selector(GROWS)
+    for each in (other, window):
+        each.say("Another question")
+        each.page.wait_for_selector(".notice:has-text('An answer is under way')")
+        in_box(each, "Another question")
+    window.page.press("#message", "Escape")
+    window.answered(1)
+    assert window.texts(".asked .typed") == ["Tell me a long story"]
 
 
 def test_another_client_is_seen(window: Window, served: DaemonProcess) -> None:

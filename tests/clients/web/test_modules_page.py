@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from browser import Window, npm_file
 from conftest import ROOT
@@ -234,6 +236,41 @@ def test_formulas_are_drawn_or_left_as_they_are(window: Window) -> None:
     assert code == [[], r"\(a\) and \(b\)"]
     assert prices[0] == [[[True, None, "55"]], "from $5 to $10, a change of 55"]
     assert prices[1] == [[[True, None, "a2"], [True, None, "x1"]], "Costs $5 and $6 today; a2 and x1."]
+
+
+def test_escaped_brackets_around_words_are_no_formula(window: Window) -> None:
+    words = [
+        r"C:\Program Files \(x86\)\Foo",
+        r"on \(x86_64\), \(ARM64\) or \(H100\)",
+        r"file\(s\)",
+        r"open\(path, 'r'\)",
+    ]
+    words += [r"as said \(see below\)", r"a\[i\] and b\[0\]"]
+    assert window.page.evaluate(FORMULAS, words) == [[[], re.sub(r"\\([()[\]])", r"\1", text)] for text in words]
+    formulas = [
+        r"\(x\)",
+        r"\(n\)",
+        r"\(x^2\)",
+        r"\(2x\)",
+        r"\(x1\)",
+        r"\(10\)",
+        r"\(ABC\)",
+        r"\(abc\)",
+        r"\(n-1\)",
+        r"\(a, b\)",
+    ]
+    formulas += [
+        r"\(f(x)\)",
+        r"\(x_{12}\)",
+        r"\(\alpha\)",
+        r"\[42\]",
+        r"当\(x\)时",
+        r"f\(x^2\)",
+        r"(\(x\))",
+        r"\(\text{see below}\)",
+    ]
+    drawn = window.page.evaluate(FORMULAS, formulas)
+    assert [text for text, (maths, _) in zip(formulas, drawn, strict=True) if len(maths) != 1] == []
 
 
 def test_formulas_named_like_methods_stay_as_written(window: Window) -> None:
