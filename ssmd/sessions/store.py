@@ -107,6 +107,11 @@ class Store:
         position, parts = read_parts(connection, checkpoint_id, spec)
         return joined(parts, spec, position)
 
+    @property
+    def place(self) -> str:
+        """Return the path or URI by which another connection of this process opens the file."""
+        return database.place(self._engine)
+
     def close(self) -> None:
         self._engine.dispose()
 
