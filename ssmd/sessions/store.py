@@ -108,9 +108,9 @@ class Store:
         return joined(parts, spec, position)
 
     @property
-    def place(self) -> str:
-        """Return the path or URI by which another connection of this process opens the file."""
-        return database.place(self._engine)
+    def alone(self) -> bool:
+        """Return True if this process locks out all others, as its file system has no memory that they share."""
+        return database.is_alone(self._engine)
 
     def close(self) -> None:
         self._engine.dispose()

@@ -167,6 +167,13 @@ def test_a_store_without_shared_memory_is_used_alone(
     assert (code, len(json.loads(out)), err) == (0, 3, "")
     code, out, err = machine.ssmd("backup", str(tmp_path / "copy"), refuses="memory")
     assert code == 0, err
+    with closing(sqlite3.connect(machine.data / database.FILE)) as raw:
+        (root,) = raw.execute("SELECT rootpage FROM sqlite_master WHERE name = 'piece'").fetchone()
+    with (machine.data / database.FILE).open("r+b") as file:
+        file.seek((root - 1) * database.PAGE_BYTES)
+        file.write(bytes(database.PAGE_BYTES))
+    code, out, err = machine.ssmd("session", "check", "--repair", refuses="memory")
+    assert (machine.data / f"{database.FILE}.damaged-1").exists(), (code, out, err)
     for folder in (machine.data, tmp_path / "copy"):  # later, or elsewhere, on a local disk
         with closing(Store.open(folder)) as store:
             assert {session.id for session in store.sessions()} == {one["session"] for one in told[1:]}

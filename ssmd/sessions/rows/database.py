@@ -102,7 +102,6 @@ def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
 def _open(data_dir: Path, busy_ms: int, *, alone: bool) -> Engine:
     """Open an engine. alone: SQLite locks out all other processes, and keeps its index of the log in its own memory."""
     file = data_dir / FILE
-    place = f"{file.absolute().as_uri()}?vfs=unix-excl" if alone else str(file)
     try:
         opened = _OpenFile(file, _prepare(data_dir, file))
     except OSError as err:
@@ -110,9 +109,9 @@ def _open(data_dir: Path, busy_ms: int, *, alone: bool) -> Engine:
     engine = create_engine(
         URL.create("sqlite", database=str(file)),
         creator=lambda: sqlite3.connect(
-            place, uri=alone, timeout=busy_ms / 1000, check_same_thread=False, factory=_Connection
+            place(file, alone), uri=alone, timeout=busy_ms / 1000, check_same_thread=False, factory=_Connection
         ),
-        execution_options={"ssmd_file": opened, "ssmd_place": place},
+        execution_options={"ssmd_file": opened, "ssmd_alone": alone},
         max_overflow=-1,  # threads bound them: one that plans a request holds a connection while it tokenizes
     )
     event.listen(engine, "connect", lambda connection, _: opened.check())
@@ -132,9 +131,14 @@ def _open(data_dir: Path, busy_ms: int, *, alone: bool) -> Engine:
     return engine
 
 
-def place(engine: Engine) -> str:
-    """Return the path or URI of an engine's file, by which other connections of this process open it."""
-    return str(engine.get_execution_options()["ssmd_place"])
+def is_alone(engine: Engine) -> bool:
+    """Return True if all connections to an engine's file must use `place` with `alone`."""
+    return bool(engine.get_execution_options()["ssmd_alone"])
+
+
+def place(file: Path, alone: bool) -> str:
+    """Return the path of a file, or if this process uses it alone the URI, by which SQLite opens it."""
+    return f"{file.absolute().as_uri()}?vfs=unix-excl" if alone else str(file)
 
 
 @contextlib.contextmanager
