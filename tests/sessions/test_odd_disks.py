@@ -147,9 +147,7 @@ def chat(served: Served, artifact: Path, content: str) -> dict[str, Any]:
     return dict(answer.json["usage"]["ssmd"])
 
 
-def test_a_store_without_shared_memory_is_used_alone(
-    artifacts: TinyArtifacts, library: Path, tmp_path: Path
-) -> None:
+def test_a_store_without_shared_memory_is_used_alone(artifacts: TinyArtifacts, library: Path, tmp_path: Path) -> None:
     artifact, machine = artifacts["llama-f32"], Machine(library, tmp_path)
     with machine.daemon(artifact, refuses="memory") as served:
         with ThreadPoolExecutor(4) as several:  # each has connections of its own

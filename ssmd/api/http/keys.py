@@ -229,7 +229,8 @@ def _read(file: Path) -> str:
     try:
         return textfile.decode(text)
     except UnicodeDecodeError as err:
-        raise SettingsError(f"the keys file {file} is not text: a byte at {err.start} is not {err.encoding.upper()}") from None
+        where = f"a byte at {err.start} is not {err.encoding.upper()}"
+        raise SettingsError(f"the keys file {file} is not text: {where}") from None
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,12 @@ it (unless the log grows past 128 MiB): `settle` does, once the answer is out.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import sqlite3
 import stat
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -31,7 +29,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
 from ssmd.machine.folder import close_to_others, make_private, others_open
-from ssmd.machine.lockfile import LOCK_FILE, holder
+from ssmd.machine.lockfile import LOCK_FILE, holder, locks_files
 from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import erasure
 from ssmd.sessions.turn import StoreError
@@ -410,7 +408,6 @@ _READ_ONLY_SIDES = (
     sqlite3.SQLITE_READONLY_CANTLOCK,
     sqlite3.SQLITE_READONLY_CANTINIT,
 )
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _WITHOUT_FILE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)  # what a missing file gives
 _NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)  # because of a disk quota, for example
 
@@ -424,7 +421,7 @@ def _error(err: BaseException | None, file: Path) -> StoreError:
         return replaced(file, f"{file} was moved")
     if extended in _SHARING:
         return NoSharedMemory(_no_shared_memory(file))
-    if extended in _LOCKING or (code == sqlite3.SQLITE_BUSY and not _locks(file.parent)):
+    if extended in _LOCKING or (code == sqlite3.SQLITE_BUSY and not locks_files(file.parent)):
         return StoreError(
             f"session store {file}: its file system cannot lock files ({_name(err)}), as some of NFS, CIFS, 9p and "
             f"FUSE; {_MOVE}"
@@ -436,20 +433,6 @@ def _error(err: BaseException | None, file: Path) -> StoreError:
 def _name(err: BaseException | None) -> str:
     """Return the name of SQLite's extended error code, such as SQLITE_IOERR_LOCK; the message if it has none."""
     return str(getattr(err, "sqlite_errorname", "") or err)
-
-
-def _locks(folder: Path) -> bool:
-    """Return False if the file system of a folder locks no files. SQLite reports that as a lock of another process."""
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
-    try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            fcntl.lockf(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as err:
-        return err.errno not in _NO_LOCKS
-    return True
 
 
 def _no_shared_memory(file: Path) -> str:
