@@ -153,6 +153,7 @@ def test_a_store_without_shared_memory_is_used_alone(artifacts: TinyArtifacts, l
         with ThreadPoolExecutor(4) as several:  # each has connections of its own
             told = list(several.map(lambda n: chat(served, artifact, f"Hello {n}"), range(4)))
         assert [one["stored"] for one in told] == [True] * 4
+        assert not (machine.data / f"{database.FILE}-shm").exists()
         code, out, err = machine.ssmd("session", "list", refuses="memory")
         assert (code, out, err.count("\n")) == (1, "", 1)
         assert "uses it alone, as its file system has no memory that processes share" in err

@@ -120,6 +120,9 @@ def _open(data_dir: Path, busy_ms: int, *, alone: bool) -> Engine:
     try:
         with errors(file):
             _create(engine, busy_ms)
+        if alone:  # of the attempt to share it: no process uses that file now
+            with contextlib.suppress(OSError):
+                file.with_name(f"{file.name}-shm").unlink()
     except StoreLocked as err:
         engine.dispose()
         raise _held_alone(err, file) from err
