@@ -33,12 +33,11 @@ from ssmd.daemon.home import moved_in
 from ssmd.daemon.logfile import OneLine
 from ssmd.engine.host.host import Host
 from ssmd.engine.host.opening import close_host, open_host
-from ssmd.machine import hosts
+from ssmd.machine import hosts, signals
 from ssmd.machine.confinement import forbid_core_dumps
 from ssmd.machine.descriptors import raise_limit
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.privatesocket import listen_privately
-from ssmd.machine.signals import on_hangup, waking
 from ssmd.machine.size import show_size
 
 log = logging.getLogger(__name__)
@@ -157,8 +156,7 @@ def serve(
     settings.check_exposure()
     token = secrets.token_urlsafe(32)
     keys = Keys.of(settings, token)
-    if settings.api_keys_file is not None:
-        _reread_on_hangup(keys)
+    hangup = _Hangup(keys if settings.api_keys_file is not None else None)
     home, leaving = None, contextlib.ExitStack()
     if keep:
         discovery.check_alone(settings.data_dir)
@@ -211,6 +209,7 @@ def serve(
             threading.Thread(target=_open_page, args=(f"{url}/",), name="ssmd-browser", daemon=True).start()
 
     server = _Server(config, host, ready)
+    hangup.end = server.drain
     try:
         server.run(sockets=sockets)
     finally:
@@ -269,9 +268,31 @@ def _open_page(url: str) -> None:
         log.warning("no browser could be opened here: open %s in one", url)
 
 
-def _reread_on_hangup(keys: Keys) -> None:
-    """Read the keys again at each SIGHUP, in a thread: the signal may come in the middle of a log call."""
-    on_hangup(lambda: threading.Thread(target=keys.reread, name="ssmd-keys", daemon=True).start())
+class _Hangup:
+    """The response to SIGHUP: it reads the keys again, or ends the daemon as SIGTERM does.
+
+    It ends a daemon without a keys file, and one whose terminal is gone. It never ends one that `nohup` started. A
+    terminal that closes may send it twice, so a second one changes nothing.
+    """
+
+    def __init__(self, keys: Keys | None) -> None:
+        """keys: those of a file; None if there is no file."""
+        self.end: Callable[[], object] = partial(os._exit, 129)  # 128 + SIGHUP; until there is a server to drain
+        self._keys = keys
+        self._stays, self._terminal = signals.ignores_hangup(), signals.has_terminal()
+        if keys is not None or not self._stays:
+            # In a thread: the signal may come in the middle of a log call.
+            signals.on_hangup(lambda: threading.Thread(target=self._answer, name="ssmd-hangup", daemon=True).start())
+
+    def _answer(self) -> None:
+        if self._keys is not None:
+            self._keys.reread()
+        gone = self._terminal and not signals.has_terminal()
+        if self._stays or (self._keys is not None and not gone):
+            return
+        why = ", because the terminal is gone" if gone else ""
+        log.warning("SIGHUP: finishing requests, at most %.0f s%s", GRACE_S, why)
+        self.end()
 
 
 def start_logging(level: str) -> None:
@@ -302,7 +323,7 @@ class _Server(uvicorn.Server):
         """
         loop = asyncio.get_running_loop()
         self._wake = partial(loop.call_soon_threadsafe, self._woken.set)
-        with waking(loop):
+        with signals.waking(loop):
             while not await self.on_tick(0):
                 self._woken.clear()
                 with contextlib.suppress(TimeoutError):

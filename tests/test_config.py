@@ -175,10 +175,23 @@ def test_unknown_file_keys_and_broken_files_are_refused(monkeypatch: pytest.Monk
     assert "'prot'" in refusal()
     write_file(file, "port = \n")
     assert "not TOML" in refusal()
-    file.write_bytes(b"\xff\xfe")
+    file.write_bytes(b"\xff")
     assert "not TOML" in refusal()
     file.write_bytes(b"#" * (2 << 20))
     assert "larger than" in refusal()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_settings_file_written_on_windows_is_read(
+    encoding: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a byte order mark, or in UTF-16 as `>` of PowerShell 5 writes."""
+    file = write_file(tmp_path / "s.toml", "")
+    file.write_bytes("port = 7001\r\n# für alle\r\n".encode(encoding))
+    monkeypatch.setenv("SSMD_CONFIG", str(file))
+    assert Settings().port == 7001
+    file.write_bytes("port = 7001".encode("utf-16")[:-1])
+    assert "is not TOML: 'utf-16" in refusal()
 
 
 @pytest.mark.parametrize("key", ["short", "has space in it", "schlüssel-lang", "new\nline-key", "k" * 513])

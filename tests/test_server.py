@@ -97,7 +97,7 @@ def failing(tmp_path: Path, *arguments: str, extra: Mapping[str, str] | None = N
     return err
 
 
-def long_stream(served: Served, model: str) -> socket.socket:
+def long_stream(served: Served, model: str, header: str = "") -> socket.socket:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "Tell me a story"}],
@@ -107,8 +107,8 @@ def long_stream(served: Served, model: str) -> socket.socket:
         "stream": True,
     }
     raw = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n\r\n"
-    one = served.connect(head.encode() + raw)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n{header}connection: close\r\ncontent-length: {len(raw)}"
+    one = served.connect(f"{head}\r\n\r\n".encode() + raw)
     assert b"200 OK" in one.recv(64)
     return one
 
@@ -204,6 +204,85 @@ def test_a_signal_lets_what_runs_come_to_its_end(artifact: Path, tmp_path: Path)
             assert (refused.status, refused.error["code"]) == (503, "shutting_down")
             assert rest(one).rstrip().endswith(b"data: [DONE]\n\n\r\n0".rstrip())
         assert process.wait(20) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
+def test_a_hangup_ends_it_as_sigterm_does(artifact: Path, tmp_path: Path) -> None:
+    """A closing terminal sends it twice: by the shell and by the kernel."""
+    with running(tmp_path, str(artifact)) as (process, served):
+        with long_stream(served, artifact.name) as one:
+            for _ in range(2):
+                process.send_signal(signal.SIGHUP)
+                while served.ask("GET", "/health").status == 200:
+                    time.sleep(0.01)
+            assert rest(one).rstrip().endswith(b"data: [DONE]\n\n\r\n0".rstrip())
+        assert process.wait(20) == 0
+    assert "SIGHUP: finishing requests, at most 10 s\n" in (tmp_path / "data" / "daemon.log").read_text()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
+@pytest.mark.parametrize("keys", [False, True], ids=["no keys", "keys"])
+def test_a_hangup_does_not_end_one_that_nohup_started(artifact: Path, tmp_path: Path, keys: bool) -> None:
+    extra = _keys_file(tmp_path) if keys else {}
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    with running(tmp_path, str(artifact), extra=extra, before=ignored) as (process, served):
+        process.send_signal(signal.SIGHUP)
+        if keys:
+            _log_until(tmp_path, "1 API keys of 1 names are in force")
+        process.send_signal(signal.SIGHUP)
+        assert served.ask("GET", "/health").json["status"] == "ok"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert "SIGHUP" not in (tmp_path / "data" / "daemon.log").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="starts a process in a terminal on Linux alone")
+@pytest.mark.parametrize("keys", [False, True], ids=["no keys", "keys"])
+def test_a_daemon_ends_with_the_terminal_that_it_is_in(artifact: Path, tmp_path: Path, keys: bool) -> None:
+    """With a keys file too, which SIGHUP otherwise makes it read again. The answer in flight is stored."""
+    import pty
+
+    extra = _keys_file(tmp_path) if keys else {}
+    note_all((str(artifact),), tmp_path / "data")
+    ours, theirs = pty.openpty()
+    process = commands.start_in(theirs, "serve", "--threads", "1", str(artifact), env=environment(tmp_path, **extra))
+    os.close(theirs)
+    try:
+        said = b""
+        while b"in a terminal:" not in said:
+            said += os.read(ours, 4096)
+        served = Served(int(said.partition(b"http://127.0.0.1:")[2].partition(b"/")[0]))
+        with long_stream(served, artifact.name, "authorization: Bearer alice-has-a-key\r\n") as one:
+            if keys:
+                process.send_signal(signal.SIGHUP)  # the terminal is there: it reads the keys
+                _log_until(tmp_path, "1 API keys of 1 names are in force")
+                assert served.ask("GET", "/health").json["status"] == "ok"
+            os.close(ours)
+            assert rest(one).rstrip().endswith(b"data: [DONE]\n\n\r\n0".rstrip())
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        with suppress(OSError):
+            os.close(ours)
+    _log_until(tmp_path, "SIGHUP: finishing requests, at most 10 s, because the terminal is gone")
+    assert len(json.loads(commands.ssmd("session", "list", "--json", env=environment(tmp_path)).stdout)) == 1
+
+
+def _keys_file(tmp_path: Path) -> dict[str, str]:
+    """Write a file with one key, and return the variable that names it."""
+    file = tmp_path / "keys"
+    file.touch(0o600)
+    file.write_text("alice alice-has-a-key\n")
+    return {"SSMD_API_KEYS_FILE": str(file)}
+
+
+def _log_until(tmp_path: Path, line: str) -> None:
+    """Wait until the daemon's log has a line with this text."""
+    deadline = time.monotonic() + 20
+    while line not in (said := (tmp_path / "data" / "daemon.log").read_text()):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.02)
 
 
 def test_one_signal_ends_it_when_the_model_never_comes_back(artifact: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ function Model({row}) {
     <span class="about"><${Pill} kind=${loaded ? "accent" : row.state === "failed" ? "warn" : ""}>${row.state}<//>${row.pinned && html`<${Pill}>pinned<//>`} ${about.filter(Boolean).join(" · ")}</span>
     ${loaded && html`<span class="about">${row.resident_bytes ? `${bytes(row.resident_bytes)} in memory · ` : ""}loaded in ${ms(row.load_ms)}${row.last_used ? ` · used ${ago(row.last_used)}` : ""}${row.generated_tokens ? ` · ${many(row.generated_tokens, "token")} generated` : ""}</span>`}
     ${row.problem && html`<span class="problem">${row.problem}</span>`}
+    ${row.stage && html`<span class="about">${row.stage}</span>`}
     <span class="ends">
       <${Act} icon="pin" label=${row.pinned ? "Unpin" : "Pin: once loaded, it stays"} kind=${row.pinned ? "on" : ""} run=${pin} />
       ${loaded ? html`<${Act} label="Unload" shown run=${post("unload")} />` : html`<${Act} label=${row.state === "loading" ? "Loading…" : "Load"} shown run=${post("load")} />`}

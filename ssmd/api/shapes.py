@@ -160,6 +160,7 @@ class Health(Shape):
     model: str | None
     runtime: str | None
     version: str
+    loading: list[dict[str, Any]]
 
 
 class Metrics(Shape):

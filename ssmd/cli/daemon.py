@@ -70,10 +70,11 @@ def _told(found: Mapping[str, Any], address: Address) -> list[str]:
 
 
 def _model(one: Mapping[str, Any]) -> tuple[str, ...]:
-    problem = f": {said.text(one, 'problem')}" if said.text(one, "problem") else ""
+    more = said.text(one, "problem") or said.text(one, "stage")
     what = (said.text(one, key) or said.UNKNOWN for key in ("id", "runtime", "device", "quantization"))
     state = said.text(one, "state") or said.UNKNOWN
-    return (*what, f"{state}{problem}", said.size(one.get("resident_bytes")), said.until(one, time.time()))
+    state = f"{state}: {more}" if more else state
+    return (*what, state, said.size(one.get("resident_bytes")), said.until(one, time.time()))
 
 
 def _request(one: Mapping[str, Any]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import typer
 
 from ssmd.cli import completion, options
 from ssmd.cli.output import INTERRUPTED, USAGE, fail
+from ssmd.machine import textfile
 
 if TYPE_CHECKING:
     from ssmd.cli.chat.talk import Talk
@@ -163,12 +164,12 @@ def _stdin(*, asked: bool) -> str:
     ended.join()
     if len(held) > MAX_STDIN_BYTES:
         fail(f"stdin is longer than {MAX_STDIN_BYTES >> 20} MiB; give a part of it, as with head -c", USAGE)
-    if 0 in held:
+    if 0 in held and not held.startswith(textfile.UTF_16):
         fail("stdin is not text: it has zero bytes; convert it first, as with pdftotext or iconv", USAGE)
     try:
-        return held.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        fail("stdin is not UTF-8; convert it first, as with iconv", USAGE)
+        return textfile.decode(bytes(held))
+    except UnicodeDecodeError as err:
+        fail(f"stdin is not {err.encoding.upper()}; convert it to UTF-8 first, as with iconv", USAGE)
 
 
 def _read_stdin(held: bytearray, came: threading.Event) -> None:

@@ -99,12 +99,12 @@ def _settings() -> Iterator[str]:
     for file in (str(f) for f in files if f):
         parser = configparser.ConfigParser(interpolation=None)
         with suppress(OSError, UnicodeError, configparser.Error):
-            parser.read(file, "utf-8")
+            parser.read(file, "utf-8-sig")
             if said := parser.get("global", "index-url", fallback="").strip():
                 yield said
     for folder in (platformdirs.user_config_dir("uv", appauthor=False, roaming=True), "/etc/uv"):
         with suppress(OSError, UnicodeError, tomllib.TOMLDecodeError, AttributeError, TypeError):
-            read = tomllib.loads((Path(folder) / "uv.toml").read_text("utf-8"))
+            read = tomllib.loads((Path(folder) / "uv.toml").read_text("utf-8-sig"))
             defaults = [i.get("url") for i in read.get("index", ()) if i.get("default")]
             for said in (*defaults, read.get("index-url"), read.get("pip", {}).get("index-url")):
                 if isinstance(said, str) and said.strip():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 from ssmd.machine.privatefile import NOFOLLOW
 
@@ -45,6 +47,19 @@ def holder(file: Path) -> int | None:
         os.close(descriptor)  # also releases the lock
 
 
+def locks_files(folder: Path) -> bool:
+    """Return False if the file system of a folder refuses POSIX locks. It locks a new file, so that it closes no other.
+
+    To close a file drops all POSIX locks that this process has on it.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            _lock_range(probe)
+    except OSError as err:
+        return err.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+    return True
+
+
 if sys.platform == "win32":
     import msvcrt
 
@@ -64,8 +79,14 @@ if sys.platform == "win32":
         """Lock exclusively, with retries: Windows' lock is not shared, so two looks could collide."""
         return lock(descriptor)
 
+    def _lock_range(file: IO[bytes]) -> None:
+        """Do nothing: Windows locks files wherever it can open them."""
+
 else:
     import fcntl
+
+    def _lock_range(file: IO[bytes]) -> None:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _lock(descriptor: int) -> bool:
         return _flock(descriptor, fcntl.LOCK_EX)

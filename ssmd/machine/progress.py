@@ -113,6 +113,13 @@ def report_to() -> Report | None:
     return _reported.get()
 
 
+def announce(what: str) -> None:
+    """Report to the function of `reported` that a stage begins. Does nothing, and shows nothing, outside of it."""
+    report = _reported.get()
+    if report is not None:
+        report(what, 0, 0, "")
+
+
 def tell(done: int, of: int) -> None:
     """Report that `done` of `of` is done, in any unit, to the display or the function of `reported`.
 

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from ssmd.machine import textfile
 from ssmd.machine.privatefile import others_read, others_write
 
 MAX_BYTES = 1 << 20
@@ -29,7 +30,7 @@ def read_settings(path: Path, secrets: Collection[str]) -> dict[str, Any]:
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise ValueError(f"settings file {path} is larger than {MAX_BYTES} bytes")
-        values = tomllib.loads(text.decode())
+        values = tomllib.loads(textfile.decode(text))
     except FileNotFoundError:
         raise
     except OSError as err:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -14,6 +15,20 @@ def on_hangup(do: Callable[[], None]) -> None:
     """Call `do` whenever SIGHUP comes; on Windows it never comes."""
     if sys.platform != "win32":
         signal.signal(signal.SIGHUP, lambda *_: do())
+
+
+def ignores_hangup() -> bool:
+    """Return True if this process was started with SIGHUP ignored, as `nohup` starts one."""
+    return sys.platform == "win32" or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def has_terminal() -> bool:
+    """Return True if this process has a controlling terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | getattr(os, "O_NOCTTY", 0)))
+    except OSError:  # ENXIO: it never had one, or the terminal hung up
+        return False
+    return True
 
 
 @contextlib.contextmanager

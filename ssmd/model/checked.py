@@ -11,6 +11,7 @@ import hashlib
 from pathlib import Path
 
 from ssmd.machine import privatelist
+from ssmd.machine.progress import announce
 from ssmd.model.artifact import MANIFEST, Artifact, read_manifest
 
 FILE = "checked.txt"
@@ -33,6 +34,7 @@ class CheckedArtifacts:
         if digest in self._seen or (self._file is not None and privatelist.has(self._file, digest)):
             self._seen.add(digest)
             return Artifact(path, manifest)
+        announce("checking the hashes of its files")
         found = Artifact.open(path)
         self._seen.add(digest)
         if self._file is not None:

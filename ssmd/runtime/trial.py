@@ -21,6 +21,7 @@ import numpy as np
 
 from ssmd.machine.crash import crash
 from ssmd.machine.privatefile import read_own
+from ssmd.machine.progress import announce
 from ssmd.model.artifact import Artifact
 from ssmd.model.state import State
 from ssmd.runtime.protocol import Program, Runtime, prepare
@@ -72,11 +73,16 @@ def probed(
     kept = _unkept.get(folder) or _read(file)
     if kept is not None:
         return kept
-    compiles = ", which compiles it; this can take minutes" if device in COMPILED_FOR else " first"
-    said = f"first load on {device}: trying it in a process of its own{compiles}"
+    compiles = ", which compiles it; this can take minutes" if device in COMPILED_FOR else ""
+    said = f"first load on {device}: trying it in a process of its own{compiles or ' first'}"
     log.warning("%s%s", said, f"; {costs}" if costs else "")
-    tries = (_tried([*command, str(artifact.path), device], limit_s) for _ in range(times))
-    verdict = next((one for one in tries if not one.passed), Verdict(True, ""))
+    verdict = Verdict(True, "")
+    for number in range(1, times + 1):
+        which = f"trial load {number} of {times}" if times > 1 else "trial load"
+        announce(f"{which} on {device}, in a process of its own{compiles or ', with golden values'}")
+        verdict = _tried([*command, str(artifact.path), device], limit_s)
+        if not verdict.passed:
+            break
     if verdict.accident:
         return verdict
     try:

@@ -107,6 +107,11 @@ class Store:
         position, parts = read_parts(connection, checkpoint_id, spec)
         return joined(parts, spec, position)
 
+    @property
+    def alone(self) -> bool:
+        """Return True if this process locks out all others, as its file system has no memory that they share."""
+        return database.is_alone(self._engine)
+
     def close(self) -> None:
         self._engine.dispose()
 

@@ -42,7 +42,7 @@ class SessionInfo:
     id: str
     model: str  # that answered last
     lineage: str  # of that model
-    clock: datetime  # the moment its templates see, frozen
+    clock: datetime  # the moment its templates see, frozen, in the zone of the daemon that began it
     pinned: bool = False
     imported: str | None = None  # the import it descends from
     owner: str = ""

@@ -351,6 +351,13 @@ def test_refusals_before_anything_runs(tiny: Daemon) -> None:
     nan = json.dumps(tiny.body(temperature=float("nan"))).encode()
     assert tiny.served.ask("POST", CHAT, nan).error["code"] == "invalid_json"
     assert tiny.served.ask("POST", CHAT, b"x").error["code"] == "invalid_json"
+
+
+def test_a_byte_order_mark_before_a_body_is_left_out(tiny: Daemon) -> None:
+    body = json.dumps(tiny.body())
+    assert tiny.served.ask("POST", CHAT, body.encode("utf-8-sig")).status == 200
+    refused = tiny.served.ask("POST", CHAT, body.encode("utf-16")).error
+    assert (refused["code"], refused["message"]) == ("invalid_json", "the request body is UTF-16; send it as UTF-8")
     assert tiny.served.ask("GET", CHAT).status == 405
     assert tiny.served.ask("POST", "/v1/nothing", {}).error["code"] == "not_found"
     assert tiny.served.ask("POST", CHAT, tiny.body(), {"host": "evil.example"}).status == 403

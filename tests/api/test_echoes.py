@@ -241,7 +241,7 @@ def test_the_clock_of_a_session_stands_still(loaded: tuple[Artifact, Program], t
     with engine_of(artifact, loaded[1], tmp_path / "data") as (engine, store):
         first = ask(engine, QUESTION, max_tokens=6)
         session = str(first.usage.session)
-        today = f"Today is {datetime.now(UTC):%B %d, %Y}."
+        today = f"Today is {datetime.now(UTC).astimezone():%B %d, %Y}."
         assert today in whole_of(store, store.turns(session)[0].id)[1]
     with engine_of(artifact, loaded[1], tmp_path / "data") as (engine, store):
         old = datetime(2020, 2, 29, 12, tzinfo=UTC).isoformat()

@@ -110,6 +110,13 @@ def test_what_cannot_be_a_prompt_is_a_wrong_command_line(
     _is_refused(home, tmp_path, given, said, locale)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_prompt_in_a_file_of_windows_is_read(home: Home, tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "file").write_bytes("Tell me a café story".encode(encoding))
+    done = _shell(home, '$SSMD run llama --max-tokens 2 <"$FILE"', FILE=str(tmp_path / "file"))
+    assert (done.returncode, home.said()[0]) == (0, ("user", "Tell me a café story"))
+
+
 def test_in_a_locale_without_a_charset(home: Home, tmp_path: Path) -> None:
     _is_refused(home, tmp_path, 'run llama "$BAD"', "the prompt is not UTF-8", "C")
 

@@ -305,8 +305,9 @@ def test_settings_files_name_the_index(file: str, text: str, tmp_path: Path, mon
     path.parent.mkdir()
     path.write_text("no settings at all [[")
     assert index.index_url() == index.PYPI
-    path.write_text(text)
-    assert index.index_url() == "https://mirror.test/%40simple"
+    for encoding in ("utf-8", "utf-8-sig"):  # some editors begin a file with a byte order mark
+        path.write_text(text, encoding)
+        assert index.index_url() == "https://mirror.test/%40simple"
     monkeypatch.setenv("UV_DEFAULT_INDEX", "own=https://uv.test/simple?a=b")
     assert index.index_url() == "https://uv.test/simple?a=b"
     assert index.host() == "uv.test"

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import closing
+from datetime import datetime
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import commands
+import daemon_process
 import pytest
 from conftest import TinyArtifacts
 from daemon_process import Reply
 from forked import DaemonProcess
+from keeping import whole
+from strangers import forged
+
+from ssmd.sessions.store import Store
 
 SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse and you answer in few words."}
 QUESTIONS = (
@@ -165,3 +174,47 @@ def test_after_a_loss_the_state_is_that_of_reading_anew(artifacts: TinyArtifacts
         assert (anew.usage["ssmd"]["resume"], fed(anew)) == ("none", anew.usage["prompt_tokens"])
         assert after.usage["ssmd"]["resume"] == "exact"
         assert [anew.logprobs, after.logprobs] == [r.logprobs for r in told[0]]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not read TZ")
+def test_a_session_keeps_the_local_date_of_its_beginning(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates get local time, as transformers gives it. The zones are 26 hours apart, so their dates differ."""
+    dated = (Path(__file__).parents[1] / "data" / "templates" / "dated.jinja").read_bytes()
+    artifact = forged(artifacts["llama-f32"], tmp_path / "llama", {"chat_template.jinja": dated})
+    talks = []
+    for zone in ("UTC", "Pacific/Kiritimati"):  # a session of an older version is one in UTC
+        with _daemon_in(zone, artifact, tmp_path, monkeypatch) as daemon:
+            messages = [say(f"Tell me of {zone}")]
+            reply = daemon.chat(messages, max_tokens=24, **SAMPLING)
+            talks.append((_today(zone, daemon), [*messages, say(reply.text, "assistant"), say("Go on")], reply))
+    with _daemon_in("Etc/GMT+12", artifact, tmp_path, monkeypatch) as daemon:
+        here = _today("Etc/GMT+12", daemon)
+        for _, messages, first in talks:
+            reply = daemon.chat(messages, max_tokens=4, **SAMPLING)
+            assert (reply.session, reply.usage["ssmd"]["resume"]) == (first.session, "exact")
+            assert reply.usage["prompt_tokens"] - fed(reply) >= first.usage["prompt_tokens"] - 1
+    assert here != talks[1][0]
+    with closing(Store.open(tmp_path / "data")) as store:
+        for date, _, first in talks:
+            texts = [whole(store, turn.id)[1] for turn in store.turns(str(first.session))]
+            assert [f"Today is {date}." in text for text in texts] == [True, True]
+
+
+def _daemon_in(
+    zone: str, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> daemon_process.DaemonProcess:
+    """Return a daemon in a time zone. It is not forked: a fork would have read its zone already."""
+    monkeypatch.setenv("TZ", zone)
+    return daemon_process.DaemonProcess(artifact, tmp_path / "data")
+
+
+def _today(zone: str, daemon: daemon_process.DaemonProcess) -> str:
+    """Return the date that the daemon renders, which must be that of its zone."""
+    dates = [datetime.now(ZoneInfo(zone)).strftime("%B %d, %Y")]
+    prompt = daemon.post("/apply-template", {"messages": [say("x")]})["prompt"]
+    dates.append(datetime.now(ZoneInfo(zone)).strftime("%B %d, %Y"))  # midnight may have passed
+    date = str(prompt.partition("Today is ")[2].partition(".")[0])
+    assert date in dates
+    return date

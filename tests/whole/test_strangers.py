@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from conftest import TinyArtifacts
 from serving import Answer, Served
+from several import LLAMA, models_folder
 from strangers import GROWS, SLOW, TAKES_LONG, forged, hostile, replacing
 from test_server import CHAT, environment, long_stream, running, start
 
@@ -304,6 +305,35 @@ def test_the_verdict_is_kept_and_a_damaged_one_does_not_count(artifacts: TinyArt
     refused = verify(path, tmp_path)
     assert refused.returncode == 1
     assert "was not made here, was tried in a process of its own, and it crashed" in refused.stderr
+
+
+def test_health_and_ps_report_the_stage_of_a_first_load(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    models, extra = models_folder(artifacts, tmp_path / "models"), {"SSMD_CACHE_DIR": str(tmp_path / "cache")}
+    env = environment(tmp_path / "strange", **extra)  # so its data directory does not know the models
+    with start(tmp_path / "strange", "--models-dir", str(models), foreign=True, extra=extra) as process:
+        try:
+            assert process.stdout is not None
+            served = Served(int(process.stdout.readline().rpartition(":")[2].partition("/")[0]))
+            assert served.ask("GET", "/health").json["loading"] == []
+            body = {"model": LLAMA, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+            asking = threading.Thread(target=served.ask, args=("POST", CHAT, body))
+            asking.start()
+            seen, listed = dict[str, float](), ""
+            while asking.is_alive():
+                for one in served.ask("GET", "/health").json["loading"]:
+                    assert (one["model"], served.ask("GET", "/health").json["status"]) == (LLAMA, "ok")
+                    seen.setdefault(str(one["stage"]), one["seconds"])
+                if any("trial load 2" in stage for stage in seen) and not listed:
+                    listed = commands.ssmd("ps", env=env).stdout
+                time.sleep(0.02)
+            health = served.ask("GET", "/health").json
+        finally:
+            process.kill()
+    trials = [f"trial load {n} of {TIMES} on cpu, in a process of its own, with golden values" for n in range(1, 6)]
+    assert [stage for stage in seen if "trial" in stage] == trials
+    assert list(seen.values()) == sorted(seen.values())
+    assert re.search(r"llama@litert .*loading: trial load \d of 5 on cpu", listed)
+    assert (health["model"], health["loading"]) == ("llama", [])
 
 
 def test_what_was_made_here_is_loaded_at_once(artifacts: TinyArtifacts, tmp_path: Path) -> None:

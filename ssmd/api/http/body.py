@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import reprlib
 from collections.abc import Callable
 from itertools import islice
@@ -13,6 +14,7 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from ssmd.engine.terms import Rejection
+from ssmd.machine import textfile
 from ssmd.model.defaults import whole
 from ssmd.model.strict import Strict, too_many
 from ssmd.sessions.turn import ID_PATTERN
@@ -69,8 +71,11 @@ async def read_body(request: Request) -> bytes:
 def parse_object(raw: bytes, go_on: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Parse a JSON object. NaN, Infinity, lone surrogates and deep nesting are refused.
 
-    go_on: called now and then. Raises Rejection, and the errors of `go_on`.
+    A byte order mark before it is left out. go_on: called now and then. Raises Rejection, and the errors of `go_on`.
     """
+    if raw.startswith(textfile.UTF_16):
+        raise Rejection("the request body is UTF-16; send it as UTF-8", code="invalid_json")
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     if too_many(raw, MAX_VALUES, b"[{,", go_on):
         raise Rejection(f"the request body has more than {MAX_VALUES} values", code="invalid_json")
     try:

@@ -26,7 +26,7 @@ from typing import Any
 
 from ssmd.config import KEY, Settings, SettingsError
 from ssmd.engine.terms import Rejection
-from ssmd.machine import privatefile
+from ssmd.machine import privatefile, textfile
 from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
 
 log = logging.getLogger(__name__)
@@ -227,9 +227,10 @@ def _read(file: Path) -> str:
     if len(text) > MAX_FILE_BYTES:
         raise SettingsError(f"the keys file {file} is larger than {MAX_FILE_BYTES} bytes")
     try:
-        return text.decode()
+        return textfile.decode(text)
     except UnicodeDecodeError as err:
-        raise SettingsError(f"the keys file {file} is not text: a byte at {err.start} is not UTF-8") from None
+        where = f"a byte at {err.start} is not {err.encoding.upper()}"
+        raise SettingsError(f"the keys file {file} is not text: {where}") from None
 
 
 @dataclass(frozen=True)

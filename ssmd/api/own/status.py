@@ -46,6 +46,7 @@ def routes(host: Host) -> list[Route]:
             "model": None if model is None else model.name,
             "runtime": None if manifest is None else manifest.runtime,
             "version": __version__,
+            "loading": host.loading(),
             "healed": host.metrics.damages(),
         }
         if problem:

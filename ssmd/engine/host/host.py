@@ -189,10 +189,18 @@ class Host:
         Pollers compare it. While a request has a model, the second part changes with every call.
         """
         with self._loader.changed:
-            models = [(h.status, h.pinned, len(h.waiting), h.idle_until) for h in self._loader.hosted.values()]
+            models = [(h.status, h.stage, h.pinned, len(h.waiting), h.idle_until) for h in self._loader.hosted.values()]
             busy = any(h.leases for h in self._loader.hosted.values())
         state = self.draining, self._loader.starting, self.problem, busy
         return (models, state), (self.metrics.changes, time.monotonic() if busy else None)
+
+    def loading(self) -> list[dict[str, object]]:
+        """Describe the models that are being loaded, ready for JSON. seconds: since a request asked for it."""
+        with self._loader.changed:
+            now, loading = time.monotonic(), [h for h in self._loader.wanted if h.status == "loading"]
+            return [
+                {"model": h.model.id, "stage": h.stage or None, "seconds": round(now - h.wanted_at, 1)} for h in loading
+            ]
 
     def foremost(self) -> Model | None:
         """Return the loaded model that was requested last, or else the only model there is.

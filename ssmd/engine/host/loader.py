@@ -23,6 +23,7 @@ from ssmd.engine.host.models import Model, ModelIndex, unusable_model
 from ssmd.engine.metrics import Metrics, ModelMetrics
 from ssmd.engine.terms import Rejection
 from ssmd.machine import memory
+from ssmd.machine.progress import reported
 from ssmd.machine.size import show_size
 
 log = logging.getLogger(__name__)
@@ -209,12 +210,13 @@ class Loader:
                 if model.found.problem:
                     raise unusable_model(model.id, model.found.problem)
                 if not hosted.tried:
-                    hosted.tried, hosted.status, hosted.problem = None, "loading", ""
+                    hosted.tried, hosted.status, hosted.problem, hosted.stage = None, "loading", "", ""
                     threading.Thread(target=self._try, args=(hosted,), name="ssmd-trial", daemon=True).start()
                 elif self._make_room(hosted, ahead):
                     self._load(hosted)
                     return
                 else:
+                    hosted.stage = "waiting for memory that other models hold"
                     ahead += hosted.nbytes
             except Rejection as err:
                 self._failed(hosted, err)
@@ -268,7 +270,8 @@ class Loader:
             hosted.status, hosted.problem = "loading", ""
         before, started = memory.resident() or 0, time.perf_counter()
         try:
-            engine = self._open(model, self._metrics.of(model.id), partial(self.room, hosted))
+            with reported(hosted.report):
+                engine = self._open(model, self._metrics.of(model.id), partial(self.room, hosted))
         except Exception as err:
             raise self._unloadable(hosted, err) from err
         load_ms = round((time.perf_counter() - started) * 1e3, 1)
@@ -288,7 +291,8 @@ class Loader:
         """Try in a thread of its own if a model can be loaded, and note the result."""
         model = hosted.model
         try:
-            self._trial(model)
+            with reported(hosted.report):
+                self._trial(model)
         except Exception as err:
             why = self._unloadable(hosted, err)
             with self.changed:
@@ -399,6 +403,7 @@ class HostedModel:
     wanted_at: float = 0.0  # monotonic s
     tried: bool | None = False  # its trial load passed; None while the trial runs
     leaving: bool = False  # it is to be unloaded; new requests wait until it was
+    stage: str = ""  # while it loads: the present stage, in words
     problem: str = ""  # why it could not be loaded
     failed_at: float = 0.0
     loaded_at: float | None = None
@@ -432,6 +437,10 @@ class HostedModel:
         """Return the bytes of memory that its running answers take besides."""
         engine = self.engine
         return 0 if engine is None else engine.busy_bytes
+
+    def report(self, stage: str, done: int, of: int, unit: str) -> None:
+        """Note the stage of its load. The parameters are those of `progress.Report`."""
+        self.stage = stage
 
     def expire(self) -> None:
         """Set `idle_until`; to None while it is leased, pinned, not loaded or kept for ever."""
@@ -467,6 +476,7 @@ class HostedModel:
             "quantization": "" if m is None else m.quantization,
             "context": None if m is None else m.context,
             "state": self.status,
+            "stage": self.stage or None if self.status == "loading" else None,
             "problem": self.problem or found.problem or None,
             "pinned": self.pinned,
             "resident_bytes": self.resident if self.is_loaded else None,

@@ -18,6 +18,7 @@ from ssmd.engine.metrics import Metrics, ModelMetrics
 from ssmd.engine.persist.writer import Writer
 from ssmd.installed import places, resolve
 from ssmd.machine.memory import available
+from ssmd.machine.progress import announce
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import Artifact, read_manifest
 from ssmd.model.checked import CheckedArtifacts
@@ -117,6 +118,7 @@ class Opener:
         made_here = is_made_here(artifact.path, settings.data_dir)
         with ThreadPoolExecutor(1, "ssmd-texts") as beside:
             opening = beside.submit(self._open_texts, artifact, made_here)
+            announce("reading its weights")
             try:
                 program = load(artifact, made_here=made_here, device=settings.device, threads=settings.threads)
             except BaseException:
@@ -125,6 +127,7 @@ class Opener:
                 raise
         texts = None
         try:
+            announce("opening its tokenizer and its chat template")
             texts = opening.result()
             device = settings.device or artifact.manifest.device_class
             max_running, spare_choices = affordable(program.spec, program.context, settings.max_running)

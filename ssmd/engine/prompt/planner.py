@@ -249,14 +249,14 @@ class Planner:
         return found, replace(shown, ids=ids, stem=stem)
 
     def _now(self, place: _Place) -> datetime:
-        return datetime.now(UTC) if place.info is None else place.info.clock
+        return _local_now() if place.info is None else place.info.clock
 
     def _new_session(self, owner: str) -> SessionInfo:
         return SessionInfo(
             id=f"ses_{secrets.token_hex(12)}",
             model=self._manifest.name,
             lineage=self._manifest.lineage,
-            clock=datetime.now(UTC),
+            clock=_local_now(),
             owner=owner,
         )
 
@@ -282,7 +282,7 @@ class Planner:
         owner: part of the cache key, so that response time reveals nothing about other owners.
         """
         try:
-            text = self._renderer.beginning(head, now or datetime.now(UTC), given)
+            text = self._renderer.beginning(head, now or _local_now(), given)
         except Rejection:
             return "", NOTHING
         return text, self._renderer.encode(text)
@@ -312,6 +312,14 @@ class Planner:
         shown = self._renderer.ids_of(whole, turn, stored.above)
         agrees = shown.text.start == turn.text.start and self._renderer.agrees(shown.text, turn)
         return (shown, agrees) if whole else None
+
+
+def _local_now() -> datetime:
+    """Return the time of this machine's zone, as templates get it and as a session stores it.
+
+    The zone is an offset from UTC without a name, so that a template renders the same before and after it was stored.
+    """
+    return datetime.fromisoformat(datetime.now(UTC).astimezone().isoformat())
 
 
 def _is_whole(path: Sequence[Turn]) -> bool:

@@ -22,7 +22,7 @@ from ssmd.machine.size import show_size
 from ssmd.sessions.fsck.findings import Damage
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows import database
-from ssmd.sessions.rows.database import DiskFull, errors
+from ssmd.sessions.rows.database import DiskFull, errors, place
 from ssmd.sessions.rows.retention import NOTHING
 from ssmd.sessions.rows.schema import metadata
 from ssmd.sessions.store import Store
@@ -63,11 +63,12 @@ def back_up(data_dir: Path, target: Path, *, states: bool = True, busy_ms: int =
     unfinished = target / UNFINISHED
     try:
         folder.make_private(unfinished)
-        Store.open(unfinished).close()
+        with closing(Store.open(unfinished)) as empty:
+            alone = empty.alone
         copy = unfinished / database.FILE
         _check_private(target, copy)
         with closing(Store.open(data_dir, busy_ms=busy_ms)) as store, _explained(target, store.file):
-            counted = _copy(store.file, copy, states)
+            counted = _copy(place(store.file, store.alone), place(copy, alone), copy, states)
         with show_progress("checking the copy"):
             found = check(unfinished)
         if not found.damages and (found.sessions, found.turns, found.checkpoints) != counted:
@@ -124,15 +125,18 @@ def _no_room(target: Path, needed: int = 0) -> str:
     return f"no room for a backup in {target}: {show_size(free)} are free, {wanted}; nothing was left there"
 
 
-def _copy(file: Path, copy: Path, states: bool) -> tuple[int, int, int]:
-    """Copy the rows in one read transaction; return the numbers of (sessions, turns, checkpoints)."""
-    with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+def _copy(live: str, to: str, copy: Path, states: bool) -> tuple[int, int, int]:
+    """Copy the rows in one read transaction; return the numbers of (sessions, turns, checkpoints).
+
+    live, to: the places by which SQLite opens the store and the copy.
+    """
+    with closing(sqlite3.connect(to, uri=True, isolation_level=None)) as connection:
         # An unfinished copy is worthless, so it needs no journal and no wait for the disk.
         for setting in ("main.journal_mode=OFF", "main.synchronous=OFF", "main.secure_delete=ON", "foreign_keys=OFF"):
             connection.execute(f"PRAGMA {setting}").fetchall()
         for setting in ("trusted_schema=OFF", "cell_size_check=ON"):
             connection.execute(f"PRAGMA {setting}")
-        connection.execute("ATTACH ? AS live", (str(file),))
+        connection.execute("ATTACH ? AS live", (live,))
         connection.execute("BEGIN")
         _check_room(connection, copy, states)
         _copy_text(connection, states)

@@ -26,8 +26,9 @@ def salvage(data_dir: Path, busy_ms: int) -> tuple[Path, list[Damage]]:
     fresh = data_dir / "salvage"
     shutil.rmtree(fresh, ignore_errors=True)  # of an attempt that was interrupted
     try:
-        Store.open(fresh, busy_ms=busy_ms).close()
-        lost = _copy_all(file, fresh / database.FILE)
+        with contextlib.closing(Store.open(fresh, busy_ms=busy_ms)) as empty:
+            alone = empty.alone
+        lost = _copy_all(file, fresh / database.FILE, alone)
         kept = next(p for n in range(1, 1000) if not (p := data_dir / f"{database.FILE}.damaged-{n}").exists())
         _put_aside(file, kept)
         os.replace(fresh / database.FILE, file)
@@ -47,13 +48,14 @@ def _put_aside(file: Path, kept: Path) -> None:
         os.rename(file, kept)
 
 
-def _copy_all(file: Path, new_file: Path) -> list[Damage]:
+def _copy_all(file: Path, new_file: Path, alone: bool) -> list[Damage]:
+    """Copy what can be read. alone: the file system has no memory that processes share. Raises StoreError."""
     lost: list[Damage] = []
     try:
-        with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as old:
+        with contextlib.closing(_connected(file, alone)) as old:
             old.execute("PRAGMA writable_schema=ON")  # else SQLite reads nothing of a file that was shortened
             old.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
-            with contextlib.closing(sqlite3.connect(new_file, isolation_level=None)) as new:
+            with contextlib.closing(_connected(new_file, alone)) as new:
                 new.execute("BEGIN")
                 new.execute("DELETE FROM total")  # the one row of an empty file
                 found = 0
@@ -70,6 +72,10 @@ def _copy_all(file: Path, new_file: Path) -> list[Damage]:
         advice = "move it away to start with an empty one"
         raise StoreError(f"{file} is damaged beyond repair ({err}); {advice}") from err
     return lost
+
+
+def _connected(file: Path, alone: bool) -> sqlite3.Connection:
+    return sqlite3.connect(database.place(file, alone), uri=alone, isolation_level=None)
 
 
 def _copy(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> tuple[int, bool]:

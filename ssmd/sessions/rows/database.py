@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sqlite3
 import stat
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -27,15 +29,18 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
 from ssmd.machine.folder import close_to_others, make_private, others_open
+from ssmd.machine.lockfile import LOCK_FILE, holder, locks_files
 from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import erasure
 from ssmd.sessions.turn import StoreError
 
+log = logging.getLogger(__name__)
 FILE = "sessions.sqlite3"
 APPLICATION_ID = 0x73736D64  # "ssmd": tells our file from other SQLite files
 PAGE_BYTES = 16384
 _LOG_PAGES = (128 << 20) // PAGE_BYTES
 _PAGES_AT_ONCE = 64
+_MOVE = "move the data directory to a local disk, and name it with --data-dir or SSMD_DATA_DIR"
 _HEADER = b"SQLite format 3\x00"
 
 
@@ -78,7 +83,22 @@ class _OpenFile:
 
 
 def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
-    """Open an engine over `data_dir`'s database, created if there is none. Raises StoreError; makes no tables."""
+    """Open an engine over `data_dir`'s database, created if there is none. Raises StoreError; makes no tables.
+
+    If the file system has no memory that processes share, this process uses the database alone.
+    """
+    try:
+        return _open(data_dir, busy_ms, alone=False)
+    except NoSharedMemory:
+        if sys.platform == "win32":
+            raise
+        said = "session store %s: its file system has no memory that processes share, so this process uses it alone"
+        log.info(said, data_dir / FILE)
+        return _open(data_dir, busy_ms, alone=True)
+
+
+def _open(data_dir: Path, busy_ms: int, *, alone: bool) -> Engine:
+    """Open an engine. alone: SQLite locks out all other processes, and keeps its index of the log in its own memory."""
     file = data_dir / FILE
     try:
         opened = _OpenFile(file, _prepare(data_dir, file))
@@ -86,8 +106,10 @@ def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
         raise StoreError(f"cannot use {file} for sessions: {err.strerror}; check that you may write there") from err
     engine = create_engine(
         URL.create("sqlite", database=str(file)),
-        connect_args={"timeout": busy_ms / 1000, "check_same_thread": False, "factory": _Connection},
-        execution_options={"ssmd_file": opened},
+        creator=lambda: sqlite3.connect(
+            place(file, alone), uri=alone, timeout=busy_ms / 1000, check_same_thread=False, factory=_Connection
+        ),
+        execution_options={"ssmd_file": opened, "ssmd_alone": alone},
         max_overflow=-1,  # threads bound them: one that plans a request holds a connection while it tokenizes
     )
     event.listen(engine, "connect", lambda connection, _: opened.check())
@@ -98,10 +120,26 @@ def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
     try:
         with errors(file):
             _create(engine, busy_ms)
+        if alone:  # of the attempt to share it: no process uses that file now
+            with contextlib.suppress(OSError):
+                file.with_name(f"{file.name}-shm").unlink()
+    except StoreLocked as err:
+        engine.dispose()
+        raise _held_alone(err, file) from err
     except BaseException:
         engine.dispose()
         raise
     return engine
+
+
+def is_alone(engine: Engine) -> bool:
+    """Return True if all connections to an engine's file must use `place` with `alone`."""
+    return bool(engine.get_execution_options()["ssmd_alone"])
+
+
+def place(file: Path, alone: bool) -> str:
+    """Return the path of a file, or if this process uses it alone the URI, by which SQLite opens it."""
+    return f"{file.absolute().as_uri()}?vfs=unix-excl" if alone else str(file)
 
 
 @contextlib.contextmanager
@@ -238,10 +276,12 @@ def _create(engine: Engine, busy_ms: int) -> None:
         deadline = time.monotonic() + busy_ms / 1000
         while True:
             try:
-                cursor.execute("PRAGMA journal_mode=WAL").fetchone()
+                if cursor.execute("PRAGMA journal_mode=WAL").fetchone() != ("wal",):
+                    raise NoSharedMemory(_no_shared_memory(Path(str(engine.url.database))))
+                cursor.execute("SELECT count(*) FROM sqlite_master").fetchone()  # the first read maps the log's index
                 return
-            except sqlite3.OperationalError:
-                if time.monotonic() > deadline:
+            except sqlite3.OperationalError as err:
+                if err.sqlite_errorcode in _SHARING or time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
 
@@ -318,6 +358,10 @@ class ReplacedFile(StoreError):
     reason = "replaced"
 
 
+class NoSharedMemory(StoreError):
+    """A file system on which processes cannot share the memory that SQLite's log needs."""
+
+
 class StoreLocked(StoreError):
     """A store that another process holds longer than the caller waits."""
 
@@ -354,6 +398,19 @@ _KINDS = {
     sqlite3.SQLITE_LOCKED: StoreLocked,
     sqlite3.SQLITE_FULL: DiskFull,
 }
+_LOCKING = (
+    sqlite3.SQLITE_IOERR_LOCK,
+    sqlite3.SQLITE_IOERR_RDLOCK,
+    sqlite3.SQLITE_IOERR_UNLOCK,
+    sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
+)
+_SHARING = (sqlite3.SQLITE_IOERR_SHMOPEN, sqlite3.SQLITE_IOERR_SHMMAP, sqlite3.SQLITE_IOERR_SHMLOCK)
+_UNCONFIRMED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
+_READ_ONLY_SIDES = (
+    sqlite3.SQLITE_READONLY_RECOVERY,
+    sqlite3.SQLITE_READONLY_CANTLOCK,
+    sqlite3.SQLITE_READONLY_CANTINIT,
+)
 _WITHOUT_FILE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)  # what a missing file gives
 _NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)  # because of a disk quota, for example
 
@@ -363,8 +420,44 @@ def _error(err: BaseException | None, file: Path) -> StoreError:
     code = extended & 0xFF
     if code in _WITHOUT_FILE and not os.path.lexists(file):  # it was there when the store was opened
         return replaced(file, f"{file} was removed")
+    if extended == sqlite3.SQLITE_READONLY_DBMOVED:
+        return replaced(file, f"{file} was moved")
+    if extended in _SHARING:
+        return NoSharedMemory(_no_shared_memory(file))
+    if extended in _LOCKING or (code == sqlite3.SQLITE_BUSY and not locks_files(file.parent)):
+        return StoreError(
+            f"session store {file}: its file system cannot lock files ({_name(err)}), as some of NFS, CIFS, 9p and "
+            f"FUSE; {_MOVE}"
+        )
     kind = DiskFull if extended in _NO_ROOM else _KINDS.get(code, StoreError)
-    return kind(_explain(err, code, file))
+    return kind(_explain(err, extended, file))
+
+
+def _name(err: BaseException | None) -> str:
+    """Return the name of SQLite's extended error code, such as SQLITE_IOERR_LOCK; the message if it has none."""
+    return str(getattr(err, "sqlite_errorname", "") or err)
+
+
+def _no_shared_memory(file: Path) -> str:
+    return f"session store {file}: its file system has no memory that processes share; {_MOVE}"
+
+
+def _held_alone(err: StoreLocked, file: Path) -> StoreLocked:
+    """Return the error of a store that cannot be opened because of a lock: reading needs one only if it is held alone.
+
+    err: the error of the opening. One of a process that recovers the store is returned as it is.
+    """
+    cause = getattr(err.__cause__, "orig", None) or err.__cause__
+    if getattr(cause, "sqlite_errorcode", 0) != sqlite3.SQLITE_BUSY:
+        return err
+    process = None
+    with contextlib.suppress(OSError):
+        process = holder(file.with_name(LOCK_FILE))
+    who = f"the daemon, process {process}," if process else "another process"
+    return StoreLocked(
+        f"session store {file}: {who} uses it alone, as its file system has no memory that processes share; run this "
+        f"again after `ssmd stop`, or ask the daemon (its page, or /ssmd/v1/sessions). Else {_MOVE}"
+    )
 
 
 def replaced(file: Path, happened: str) -> ReplacedFile:
@@ -384,20 +477,32 @@ def unusable_store(file: Path, err: OSError) -> StoreError:
     return StoreError(f"session store {file}: {err}; check the disk, and that the directory is still there")
 
 
-def _explain(err: BaseException | None, code: int, file: Path) -> str:
+def _explain(err: BaseException | None, extended: int, file: Path) -> str:
+    code, store = extended & 0xFF, f"session store {file}"
+    if extended == sqlite3.SQLITE_BUSY_RECOVERY:
+        return f"{store} is being recovered by another process after a crash; try again in a moment"
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return f"session store {file} is locked by another process that writes; try again when it is done"
+        return f"{store} is locked by another process that writes; try again when it is done"
     if code == sqlite3.SQLITE_FULL:
         return str(disk_full(file))
+    if extended in _READ_ONLY_SIDES:
+        return f"{store}: a file beside it, `-shm` or `-wal`, cannot be written ({_name(err)}); check its rights"
+    if extended == sqlite3.SQLITE_CANTOPEN_ISDIR:
+        return f"{store}: a folder has the name of the file, or of its `-wal` or `-shm`; move it away"
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        return f"session store {file} cannot be written ({err}); check the rights of the file and of its directory"
+        return f"{store} cannot be written ({err}); check the rights of the file and of its directory"
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return (
-            f"session store {file} is damaged ({err}); take out what can be read with `ssmd session check --repair`, "
+            f"{store} is damaged ({err}); take out what can be read with `ssmd session check --repair`, "
             "or move it away to start with an empty one"
         )
     if code == sqlite3.SQLITE_CONSTRAINT:
-        return f"session store {file}: nothing was written, because it contradicts stored rows ({err})"
+        return f"{store}: nothing was written, because it contradicts stored rows ({err})"
+    if extended in _UNCONFIRMED:
+        return (
+            f"{store}: the disk did not confirm a write ({_name(err)}), so it may be broken; see the system's log, "
+            f"make a backup with `ssmd backup DIR`, and {_MOVE}"
+        )
     if code == sqlite3.SQLITE_IOERR:
-        return f"session store {file}: reading or writing failed ({err}); is the disk full or broken?"
-    return f"session store {file}: {err}; run `ssmd session check` to see if it is damaged"
+        return f"{store}: reading or writing failed ({_name(err)}); is the disk full or broken?"
+    return f"{store}: {err}; run `ssmd session check` to see if it is damaged"

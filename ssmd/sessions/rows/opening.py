@@ -13,6 +13,7 @@ from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.turn import StoreError
 
 HEAD = "0011"  # the newest revision; a test compares it with the files
+_LOOK_MS = 200  # longest wait for a lock to read the revision: readers wait only if a process uses the file alone
 
 
 def open_store(data_dir: Path, *, busy_ms: int) -> tuple[Engine, Path]:
@@ -53,7 +54,7 @@ def check_revision(file: Path, *, busy_ms: int) -> None:
     revision = None
     with contextlib.suppress(sqlite3.Error):
         place = f"{file.absolute().as_uri()}?mode=ro"
-        with contextlib.closing(sqlite3.connect(place, uri=True, timeout=busy_ms / 1000)) as raw:
+        with contextlib.closing(sqlite3.connect(place, uri=True, timeout=min(busy_ms, _LOOK_MS) / 1000)) as raw:
             if raw.execute("PRAGMA application_id").fetchone() == (database.APPLICATION_ID,):
                 (revision,) = raw.execute("SELECT version_num FROM alembic_version").fetchone() or (None,)
     _refuse_other(revision, file)
