@@ -65,6 +65,26 @@ def pieces(text: str, place: re.Pattern[str] | None) -> Iterator[str]:
     yield text[at:]
 
 
+def count_cuts(text: str, place: re.Pattern[str], enough: int) -> int:
+    """Count the places where a text may be cut, until there are more than `enough`."""
+    count = 0
+    for at in range(0, len(text), PIECE):  # not all at once: other threads wait during a search
+        count += len(place.findall(text, at, min(len(text), at + PIECE + 1)))
+        if count > enough:
+            break
+    return count
+
+
+def is_byte_level(library: tokenizers.Tokenizer) -> bool:
+    """Return True if every text has a token for each of its parts: it is split into bytes, and all have tokens."""
+    splitter = _state(library.pre_tokenizer) or {}
+    steps = splitter.get("pretokenizers", [splitter])
+    known = library.get_vocab(with_added_tokens=False)
+    return any(step.get("type") == "ByteLevel" for step in steps) and all(
+        byte in known for byte in tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    )
+
+
 def _state(part: Any) -> dict[str, Any] | None:
     return None if part is None else dict(json.loads(part.__getstate__()))
 
