@@ -125,6 +125,23 @@ def test_a_token_that_stands_across_a_place_keeps_the_text_whole(text: str) -> N
     assert open_library(made)._place is None
 
 
+@each_kind
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(texts | st.sampled_from(["a b ", "12", "word. ", "<|im_end|> "])).map("".join))
+def test_a_text_has_no_fewer_ids_than_are_counted(name: str, text: str) -> None:
+    one = opened(name)
+    with small_pieces(one):
+        assert one.fewest(text, len(text)) <= len(one.ids(one.quote(text)))
+        assert one.fewest(text, len(text)) <= len(one.ids(one.escape(text)))
+
+
+def test_words_are_counted_without_encoding_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = opened("byte-level")
+    monkeypatch.setattr(Tokenizer, "read", None)
+    assert one.fewest("a b " * 100_000, 1 << 20) == 200_000 == one.fewest("a b " * 100_000, 199_999)
+    assert 1000 < one.fewest("a b " * 100_000, 1000) < 20_000, "no further than needed"
+
+
 def test_of_too_many_ids_the_first_ones_are_enough() -> None:
     one, text = opened("byte-level"), "and so on, " * 300_000
     started = time.thread_time()
