@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ssmd.text.beginning import read_beginning
 from ssmd.text.controls import FRAME, Controls, ControlsError
-from ssmd.text.cutting import PIECE, count_cuts, is_byte_level, pieces, places
+from ssmd.text.cutting import PIECE, count_parts, each_part_counts, pieces, places
 from ssmd.text.decoding import DecoderError, Decoding, read_decoder
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork, and one text needs none
@@ -93,7 +93,7 @@ class Tokenizer:
         self._break_id = library.token_to_id(self._break)
 
         self._place = places(library, added.values())
-        self._counts = self._place is not None and is_byte_level(library)
+        self._counts = self._place is not None and each_part_counts(library)
         self._reader = reader
         self.start_matters = self._probe_start() if reader is None else reader.start_matters
 
@@ -178,7 +178,7 @@ class Tokenizer:
 
         Counts no further than just above `enough`. It is 0 for tokenizers that this is not known of.
         """
-        return count_cuts(text, self._place, enough) if self._counts and self._place is not None else 0
+        return count_parts(text, self._place, enough) if self._counts and self._place is not None else 0
 
     def _pieces(self, rendered: str) -> Iterator[str]:
         """Yield pieces of the text whose ids together are those of the whole, with marks for control tokens."""
