@@ -89,7 +89,7 @@ def serving(
     config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
     connections.limit(config, limits or connections.Limits())
     server = _Server(config)
-    thread = threading.Thread(target=server.run, args=([at],), daemon=True)
+    thread = threading.Thread(target=server.run, args=([at],), name="event-loop", daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
