@@ -30,7 +30,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Target:
-    """What the requests name. file: an exported session."""
+    """Objects that the requests name. file: an exported session."""
 
     model: str
     session: str

@@ -211,7 +211,7 @@ ITS_OWN = {
 
 
 def test_the_interface_has_no_threads_but_the_gates() -> None:
-    """What runs elsewhere takes no turns, and waits in a queue that any client can fill."""
+    """Work that runs elsewhere takes no turns, and waits in a queue that any client can fill."""
     for module, file in MODULES.items():
         if module.startswith("ssmd.api.") or module == "ssmd.app":
             used = set(_threads(file.read_text("utf-8")))

@@ -166,7 +166,7 @@ class Gate:
 
     def __init__(self, beside: Callable[[str], bool]) -> None:
         """Make the pools; their threads start with their first work. beside: as of `FairPool`."""
-        self.chats, self.texts = FairPool(beside, "reading"), FairPool(beside, "texts")
+        self.chats, self.texts = FairPool(beside, "chats"), FairPool(beside, "texts")
         self.store, self.looks = FairPool(beside, "store", behind=False), FairPool(beside, "looks", behind=False)
         self._health = ThreadPoolExecutor(1, "ssmd-health")
 
