@@ -62,6 +62,10 @@ BODIES: Mapping[str, Body] = {
 }
 
 
+def _unasked(on: Target) -> dict[str, str]:
+    return {"input": on.text}
+
+
 def requests(document: Mapping[str, Any], on: Target, port: int = 0) -> Iterator[tuple[str, bytes]]:
     """Yield (path as in the document, raw HTTP request) for each POST but those of LEFT_OUT.
 
@@ -79,7 +83,7 @@ def requests(document: Mapping[str, Any], on: Target, port: int = 0) -> Iterator
                 f"benchmarks/endpoints.py has no body for POST {path}: add to BODIES the largest that a client may "
                 "send, or to LEFT_OUT the reason to leave it out"
             )
-        body = BODIES.get(path, lambda on: {"input": on.text})(on)
+        body = BODIES.get(path, _unasked)(on)
         kind = "application/octet-stream" if isinstance(body, bytes) else JSON
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         at = path.replace("{model}", on.model).replace("{session}", on.session).replace("{id}", "none")

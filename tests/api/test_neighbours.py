@@ -110,7 +110,7 @@ def test_sixty_at_once_leave_others_their_turn(tiny: Daemon, asked: dict[str, by
 
 
 def test_a_new_endpoint_needs_a_body() -> None:
-    document = {"paths": {path: {"post": {}} for path in (*BODIES, *LEFT_OUT)}}
+    document: dict[str, Any] = {"paths": {path: {"post": {}} for path in (*BODIES, *LEFT_OUT)}}
     on = Target("tiny", "ses_x", b"file", SMALL)
     assert {path for path, _ in requests(document, on)} == BODIES.keys()
     document["paths"]["/v1/new"] = {"post": {}}

@@ -226,7 +226,7 @@ def test_session_reads_are_few_per_client_and_do_not_delay_chat(
             each.close()
 
 
-TEXTS = {
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "/tokenize": ("ids", {"content": "a few words"}),
     "/detokenize": ("written", {"tokens": [5, 6, 7]}),
     "/apply-template": ("rendered", {"messages": [{"role": "user", "content": "a few words"}]}),
@@ -274,10 +274,15 @@ def test_a_text_is_not_read_on_for_a_client_that_left(
             assert left.wait(30)
         return read(self, text)
 
-    gone: Callable[[Delivery], None] = Delivery.leave
+    gone = Delivery.leave
+
+    def leave(self: Delivery) -> None:
+        gone(self)
+        left.set()
+
     with daemon(artifacts["llama-f32"], None) as one:
         monkeypatch.setattr(Tokenizer, "read", watched)
-        monkeypatch.setattr(Delivery, "leave", lambda self: (gone(self), left.set()))
+        monkeypatch.setattr(Delivery, "leave", leave)
         text = {"model": one.model, "content": "word " * (1 << 17), "parse_special": False}
         client = one.served.connect(request(text, "/tokenize"))
         assert left.wait(30)
