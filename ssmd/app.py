@@ -8,6 +8,7 @@ from starlette.types import ASGIApp
 
 from ssmd.api import openapi
 from ssmd.api.generate import in_flight
+from ssmd.api.generate.fair_reading import Gate
 from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http.access import AccessLog
 from ssmd.api.http.keys import Keys
@@ -38,31 +39,33 @@ def create_app(
     leave its answer unread before it is disconnected. end: called to stop the daemon.
     """
     keys = Keys.of(settings) if keys is None else keys
-    store, under_way, usable = None if host.writer is None else host.writer.store, InFlightAnswers(), Runtimes()
+    gate, under_way = Gate(host.runs_others), InFlightAnswers()
+    store, usable = None if host.writer is None else host.writer.store, Runtimes(gate.looks)
     pulling, page = Pulls(settings.models_dir, settings.data_dir, offline=settings.offline), Page.read()
     routes = [
         *page.routes(),
         *chat.routes(
             host,
+            gate,
             under_way,
             stall_s,
             settings.stream_comment,
             truncate=settings.truncation == "auto",
             strict=settings.strict,
         ),
-        *completions.routes(host, under_way, stall_s, settings.stream_comment, strict=settings.strict),
-        *tokenize.routes(host, strict=settings.strict),
+        *completions.routes(host, gate, under_way, stall_s, settings.stream_comment, strict=settings.strict),
+        *tokenize.routes(host, gate.texts, strict=settings.strict),
         *unserved.routes(),
         *in_flight.routes(under_way, stall_s),
-        *models.routes(host),
-        *status.routes(host),
-        *metrics.routes(host, store, pulling, stall_s),
+        *models.routes(host, gate.looks),
+        *status.routes(host, gate),
+        *metrics.routes(host, store, pulling, stall_s, gate.looks),
         *pulls.runtime_routes(usable),
-        *pulls.routes(host, pulling, usable),
-        *sessions.routes(host, store),
-        *openapi.routes(),
+        *pulls.routes(host, pulling, usable, gate.looks),
+        *sessions.routes(host, store, gate.store),
+        *openapi.routes(gate.looks),
         *status.stop_routes(end),
-        *tickets.routes(keys),
+        *tickets.routes(keys, gate.looks),
     ]
     rules = Rules.of(settings, keys, sessions.BODY_LIMITS, page.paths | openapi.PATHS)
     return guarded(routes, rules, access)

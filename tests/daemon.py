@@ -132,7 +132,7 @@ def whole_text(answer: Answer) -> str:
     return str(answer.json["choices"][0]["message"]["content"])
 
 
-def request(body: dict[str, Any]) -> bytes:
+def request(body: dict[str, Any], path: str = CHAT) -> bytes:
     raw = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}"
     return head.encode() + b"\r\n\r\n" + raw

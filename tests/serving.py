@@ -67,12 +67,14 @@ class Served:
         finally:
             connection.close()
 
-    def connect(self, raw: bytes = b"", *, receive_buffer: int | None = None) -> socket.socket:
-        """A bare connection on which `raw` was sent."""
+    def connect(self, raw: bytes = b"", *, receive_buffer: int | None = None, at: str | None = None) -> socket.socket:
+        """A bare connection on which `raw` was sent. at: the client's address, by which clients are told apart."""
         one = socket.socket()
         one.settimeout(30)
         if receive_buffer is not None:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        if at is not None:
+            one.bind((at, 0))
         one.connect(("127.0.0.1", self.port))
         one.sendall(raw)
         return one
@@ -87,7 +89,7 @@ def serving(
     config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
     connections.limit(config, limits or connections.Limits())
     server = _Server(config)
-    thread = threading.Thread(target=server.run, args=([at],), daemon=True)
+    thread = threading.Thread(target=server.run, args=([at],), name="event-loop", daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()

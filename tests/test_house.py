@@ -211,6 +211,51 @@ def _unix_names(text: str) -> Iterator[str]:
                 yield from (f"{of.id}.{known}" for known in UNIX_NAMES.get(of.id, ()) if known == name.value)
 
 
+# Ways of running work beside the event loop, and of answering with an iterator that Starlette runs in a thread.
+THREADS = {
+    *("to_thread", "run_in_executor", "run_in_threadpool", "iterate_in_threadpool", "run_sync", "default_executor"),
+    *("ThreadPoolExecutor", "ProcessPoolExecutor", "Thread", "Timer", "StreamingResponse", "BackgroundTasks"),
+}
+GATE = "ssmd.api.generate.fair_reading"
+ITS_OWN = {
+    GATE: {"run_in_executor", "ThreadPoolExecutor"},
+    "ssmd.api.http.access": {"Thread"},  # one, which writes the lines of the access log
+}
+
+
+def test_the_interface_has_no_threads_but_the_gates() -> None:
+    """Work that runs elsewhere takes no turns, and waits in a queue that any client can fill."""
+    for module, file in MODULES.items():
+        if module.startswith("ssmd.api.") or module == "ssmd.app":
+            used = set(_threads(file.read_text("utf-8")))
+            assert used == ITS_OWN.get(module, set()), f"{module} uses {used}: run it in a pool of {GATE}"
+
+
+def _threads(text: str) -> Iterator[str]:
+    """Names of THREADS that a module uses. That endpoints are coroutines is tested in api/test_surface.py."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Attribute(attr=name) | ast.Name(id=name) if name in THREADS:
+                yield name
+            case ast.ImportFrom(names=names):
+                yield from (alias.name for alias in names if alias.asname is not None and alias.name in THREADS)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("await asyncio.to_thread(work)", ["to_thread"]),
+        ("await loop.run_in_executor(None, work)", ["run_in_executor"]),
+        ("from starlette import concurrency as c\nawait c.run_in_threadpool(work)", ["run_in_threadpool"]),
+        ("from anyio.to_thread import run_sync\nrun_sync(work)", ["run_sync"]),
+        ("from threading import Thread as T\nT(target=work)", ["Thread"]),
+        ("await pool.run(work, client)", []),
+    ],
+)
+def test_no_thread_of_the_interface_goes_unseen(text: str, found: list[str]) -> None:
+    assert list(_threads(text)) == found
+
+
 def test_no_name_of_unix_goes_unseen() -> None:
     assert list(_unix_names("def f():\n    os.open('a', os.O_RDWR | os.O_CLOEXEC)")) == ["os.O_CLOEXEC"]
     assert list(_unix_names("hasattr(signal, 'SIGHUP')")) == ["signal.SIGHUP"]

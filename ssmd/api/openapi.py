@@ -5,7 +5,6 @@ FastAPI serves no request: importing it takes 0.2 s, so the import waits for tha
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -19,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ssmd import __version__
+from ssmd.api.generate.fair_reading import FairPool, SharedResult
 
 DOCUMENT, PAGE = "/openapi.json", "/docs"
 PATHS = frozenset({DOCUMENT, PAGE})
@@ -39,12 +39,15 @@ pre { overflow-x: auto; font-size: .85rem; }
 _REF = "#/components/schemas/"
 
 
-def routes() -> list[Route]:
+def routes(pool: FairPool) -> list[Route]:
+    """Return the two endpoints. Both are made together, once, and served from memory then. pool: of looks."""
+    made = SharedResult(_made, "description")
+
     async def document(request: Request) -> Response:
-        return Response(await asyncio.to_thread(_encoded), media_type="application/json")
+        return Response((await made.get(pool))[0], media_type="application/json")
 
     async def page(request: Request) -> Response:
-        html, policy = await asyncio.to_thread(_page)
+        _, html, policy = await made.get(pool)
         headers = {"content-security-policy": policy, "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
         return Response(html, headers=headers, media_type="text/html")
 
@@ -161,19 +164,14 @@ def _parameters(path: str, query: Any) -> list[dict[str, Any]]:
 
 
 @cache
-def _encoded() -> bytes:
-    return json.dumps(described(), separators=(",", ":")).encode()
-
-
-@cache
-def _page() -> tuple[bytes, str]:
-    """Return the page, and the policy that allows its own style and nothing else."""
-
+def _made() -> tuple[bytes, bytes, str]:
+    """Return the document, the page, and the policy that allows the page's own style and nothing else."""
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return written(described()).encode(), policy
+    document = described()
+    return json.dumps(document, separators=(",", ":")).encode(), written(document).encode(), policy
 
 
 def written(document: dict[str, Any]) -> str:

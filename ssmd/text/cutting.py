@@ -15,6 +15,8 @@ from typing import Any
 
 import tokenizers
 
+from ssmd.text.decoding import BYTE_OF
+
 PIECE = 1 << 15  # characters encoded at once, and a few more up to the next possible cut
 # Letters and digits in every version of Unicode that never compose with a following sign or space.
 _WORDS = (
@@ -22,6 +24,8 @@ _WORDS = (
     "\u0641-\u064a\u0905-\u0939\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3"
 )
 _SIGNS = r" \n\t.,;:!?\"，。、！？；：（"
+# All bytes of these in UTF-8, and more. Vocabularies lack some bytes that texts seldom have, or never.
+BYTES_AT_PLACES = frozenset(b"\t\n" + bytes([*range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF0)]))
 # Alternatives that a pattern may have: none of them matches a letter or a digit and then a sign or space.
 _OF_LETTERS = frozenset((r" ?\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+"))
 _OF_DIGITS = frozenset((r" ?\p{N}+", r"\p{N}+", r"\p{N}", r"\p{N}{1,3}"))
@@ -63,6 +67,26 @@ def pieces(text: str, place: re.Pattern[str] | None) -> Iterator[str]:
         yield text[at : found.end()]
         at = found.end()
     yield text[at:]
+
+
+def count_parts(text: str, place: re.Pattern[str], enough: int) -> int:
+    """Count the parts into which a text may be cut, until there are more than `enough`."""
+    count = 0
+    for at in range(0, len(text), PIECE):  # not all at once: other threads wait during a search
+        count += len(place.findall(text, at, min(len(text), at + PIECE + 1)))
+        if count >= enough:
+            break
+    return count + bool(text)
+
+
+def each_part_counts(library: tokenizers.Tokenizer) -> bool:
+    """Return True if each part of a text surely has a token: the text is split into bytes that have tokens."""
+    splitter = _state(library.pre_tokenizer) or {}
+    steps = splitter.get("pretokenizers", [splitter])
+    letters = (letter for letter, byte in BYTE_OF.items() if byte in BYTES_AT_PLACES)
+    return any(step.get("type") == "ByteLevel" for step in steps) and all(
+        library.model.token_to_id(letter) is not None for letter in letters
+    )
 
 
 def _state(part: Any) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,8 @@ from starlette.datastructures import Headers
 from test_server import running
 
 from ssmd.api.generate import idempotency
+from ssmd.api.generate.fair_reading import FairPool
+from ssmd.api.generate.idempotency import Repeats
 from ssmd.engine.persist import writer as writer_module
 from ssmd.engine.persist.persistence import Persistence
 from ssmd.runtime.protocol import Handle, Logits
@@ -198,6 +201,44 @@ def test_a_retry_of_a_refused_request_runs(tiny: Daemon, monkeypatch: pytest.Mon
     second = ask(tiny, "busy", RETRY)
     assert second.json["id"] != first.json["id"]
     assert ask(tiny, "busy", {"x-stainless-retry-count": "2"}).json == second.json
+
+
+def test_refusals_of_one_body_are_bounded(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 200,000, which took 0.5 ms each, and as many entries, on the event loop."""
+    monkeypatch.setattr(idempotency, "MOST_FAILURES", 100)
+    repeats = Repeats(tiny.host, FairPool(lambda client: False))
+    steps: list[int] = []
+
+    class Counted(deque[tuple[float, str]]):
+        def __iter__(self) -> Any:
+            steps.append(len(self))
+            return super().__iter__()
+
+    monkeypatch.setattr(idempotency, "deque", Counted)
+    for i in range(1000):
+        repeats.remember_failure(b"one body", str(i))
+    assert not steps, "it walks over all of them"
+    assert (len(repeats._failures[b"one body"]), repeats._failed) == (100, 100)
+    assert repeats._take_failure(b"one body") == ["900"], "the oldest that is kept"
+    for i in range(1000):
+        repeats.remember_failure(b"%d" % i)
+    assert len(repeats._failures) == repeats._failed == 100, "those of one body went first"
+    assert repeats._take_failure(b"899") == []
+    assert [repeats._take_failure(b"999") for _ in range(2)] == [[""], []]
+    assert len(repeats._failures) == repeats._failed == 99
+
+
+def test_a_failure_is_forgotten_in_time(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats = Repeats(tiny.host, FairPool(lambda client: False))
+    for _ in range(3):
+        repeats.remember_failure(b"one body")
+    time.sleep(0.01)
+    monkeypatch.setattr(idempotency, "FAILURE_LASTS_S", 0.0)
+    repeats.remember_failure(b"another")
+    assert (list(repeats._failures), repeats._failed) == ([b"another"], 1)
+    time.sleep(0.01)
+    assert repeats._take_failure(b"another") == []
+    assert (len(repeats._failures), repeats._failed) == (0, 0)
 
 
 @pytest.mark.parametrize("header", ["", "Idempotency-Key: cut\r\n"])

@@ -18,9 +18,12 @@ from starlette.requests import Request
 
 from ssmd.api.generate import delivery, fair_reading, front
 from ssmd.api.generate.delivery import ClientGone, Delivery
-from ssmd.api.generate.fair_reading import AT_ONCE, LONG_BYTES, RequestReaders, client_of
+from ssmd.api.generate.fair_reading import AT_ONCE, LONG_BYTES, FairPool, SharedResult, client_of
 from ssmd.api.http.keys import Caller, set_caller
+from ssmd.api.openai import tokenize
+from ssmd.engine.engine import Engine
 from ssmd.engine.prompt.planner import Planner
+from ssmd.engine.prompt.raw import RawPlanner
 from ssmd.engine.request import Delta
 from ssmd.sessions.store import Store
 from ssmd.text.tokenizer import Tokenizer
@@ -71,7 +74,7 @@ def test_a_client_is_an_address_a_network_or_a_process(host: str, place: str) ->
 
 def test_a_client_has_few_read_at_once_and_holds_up_no_other() -> None:
     async def run() -> tuple[list[str], list[str]]:
-        all_, held = RequestReaders(lambda client: True), Held()
+        all_, held = FairPool(lambda client: True), Held()
         asked = [asyncio.create_task(all_.run(held.by(f"a{i}"), "a", 9, Delivery())) for i in range(5)]
         await begun(held, AT_ONCE)
         asked.append(asyncio.create_task(all_.run(held.by("b"), "b", 9, Delivery())))
@@ -85,12 +88,45 @@ def test_a_client_has_few_read_at_once_and_holds_up_no_other() -> None:
     assert done == ["a0", "a1", "a2", "a3", "a4", "b"]
 
 
+def test_a_short_body_does_not_wait_for_its_clients_long_ones() -> None:
+    async def run() -> list[str]:
+        pool, held = FairPool(lambda client: False), Held()
+        long = [asyncio.create_task(pool.run(held.by("long"), "a", LONG_BYTES + 1)) for _ in range(5)]
+        await begun(held, AT_ONCE)
+        assert await asyncio.wait_for(pool.run(lambda: "short", "a", LONG_BYTES), 30) == "short"
+        assert held.begun == ["long"] * AT_ONCE
+        held.go.set()
+        return await asyncio.gather(*long)
+
+    assert asyncio.run(run()) == ["long"] * 5
+
+
+def test_a_shared_result_is_made_once_for_all_that_wait() -> None:
+    made: list[str] = []
+
+    def make() -> str:
+        made.append("once")
+        if len(made) == 1:
+            raise ValueError("not the first time")
+        return "made"
+
+    async def run() -> list[object]:
+        pool, one = FairPool(lambda client: False), SharedResult(make, "test")
+        first = await asyncio.gather(*(one.get(pool) for _ in range(8)), return_exceptions=True)
+        return [*first, await one.get(pool)]
+
+    found = asyncio.run(run())
+    assert [type(one) for one in found[:1]] == [ValueError], "an error is not kept"
+    assert found[1:] == ["made"] * 8
+    assert len(made) == 2
+
+
 def test_who_leaves_while_waiting_is_not_read() -> None:
     async def left() -> dict[str, str]:
         return {"type": "http.disconnect"}
 
     async def run() -> tuple[list[str], list[object]]:
-        all_, held = RequestReaders(lambda client: True), Held()
+        all_, held = FairPool(lambda client: True), Held()
         gone = Delivery()
         asked = [
             asyncio.create_task(all_.run(held.by(f"a{i}"), "a", 9, gone if i == AT_ONCE else Delivery()))
@@ -114,7 +150,7 @@ def test_one_that_fails_passes_its_turn_on() -> None:
         raise ValueError("no")
 
     async def run() -> list[object]:
-        all_ = RequestReaders(lambda client: True)
+        all_ = FairPool(lambda client: True)
         asked: list[Awaitable[str]] = [all_.run(fail, "a", 9, Delivery()) for _ in range(5)]
         failed = await asyncio.gather(*asked, return_exceptions=True)
         return [*map(type, failed), await all_.run(lambda: "read", "a", 9, Delivery())]
@@ -135,7 +171,7 @@ def test_beside_others_answers_reading_has_a_part_of_the_time(monkeypatch: pytes
 
     async def run() -> None:
         nonlocal beside
-        all_ = RequestReaders(lambda client: beside and client == "a")
+        all_ = FairPool(lambda client: beside and client == "a")
         assert await all_.run(long, "a", 9, Delivery()) == "read"
         assert await all_.run(long, "b", 9, Delivery()) == "read"
         assert await all_.run(long, "b", 9, Delivery()) == "read", "nobody's answer is held up by it"
@@ -154,7 +190,7 @@ def test_long_bodies_are_read_where_a_processor_is_free() -> None:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     async def run() -> list[int]:
-        all_ = RequestReaders(lambda client: False)
+        all_ = FairPool(lambda client: False)
         return [await all_.run(priority, "a", n, Delivery()) for n in (LONG_BYTES, LONG_BYTES + 1)]
 
     assert asyncio.run(run()) == [priority(), 19]
@@ -188,6 +224,81 @@ def test_session_reads_are_few_per_client_and_do_not_delay_chat(
         for each in (*many, other):
             assert each.recv(64).startswith(b"HTTP/1.1 200")
             each.close()
+
+
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "/tokenize": ("ids", {"content": "a few words"}),
+    "/detokenize": ("written", {"tokens": [5, 6, 7]}),
+    "/apply-template": ("rendered", {"messages": [{"role": "user", "content": "a few words"}]}),
+}
+
+
+@pytest.mark.parametrize("path", TEXTS)
+def test_sixty_texts_hold_up_no_health_no_metrics_and_no_chat(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    held, (name, fields) = Held(), TEXTS[path]
+    owner: type[Any] = Engine if name == "rendered" else RawPlanner
+    works = getattr(owner, name)
+
+    def slowly(*args: Any, **options: Any) -> object:
+        held.by("text")()
+        return works(*args, **options)
+
+    with daemon(artifacts["llama-f32"], tmp_path) as one:
+        monkeypatch.setattr(owner, name, slowly)
+        raw = request({"model": one.model, **fields}, path)
+        many = [one.served.connect(raw, at="127.0.0.2") for _ in range(60)]
+        soon(lambda: len(held.begun) == AT_ONCE)
+        for asked in ("/health", "/metrics", "/ssmd/v1/metrics", "/v1/models"):
+            assert one.served.ask("GET", asked).status == 200
+        for at in ("127.0.0.2", "127.0.0.3"):  # the client of the texts, and another one
+            with one.served.connect(request(one.body(max_tokens=1)), at=at) as chat:
+                assert chat.recv(64).startswith(b"HTTP/1.1 200")
+        assert len(held.begun) == AT_ONCE
+        held.go.set()
+        for each in many:
+            assert each.recv(64).startswith(b"HTTP/1.1 200")
+            each.close()
+
+
+def test_a_text_is_not_read_on_for_a_client_that_left(
+    artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, pieces, left = Tokenizer.read, list[int](), threading.Event()
+
+    def watched(self: Tokenizer, text: str) -> object:
+        pieces.append(len(text))
+        if len(pieces) == 2:
+            client.close()
+            assert left.wait(30)
+        return read(self, text)
+
+    gone = Delivery.leave
+
+    def leave(self: Delivery) -> None:
+        gone(self)
+        left.set()
+
+    with daemon(artifacts["llama-f32"], None) as one:
+        monkeypatch.setattr(Tokenizer, "read", watched)
+        monkeypatch.setattr(Delivery, "leave", leave)
+        text = {"model": one.model, "content": "word " * (1 << 17), "parse_special": False}
+        client = one.served.connect(request(text, "/tokenize"))
+        assert left.wait(30)
+        soon(lambda: not any(hosted.leases for hosted in one.host._loader.hosted.values()), within_s=60)
+        assert len(pieces) == 2, "of some twenty"
+
+
+def test_a_text_of_too_many_tokens_is_refused_unread(artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: Tokenizer, text: str) -> object:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(tokenize, "MAX_TOKENS", 1000)
+    with daemon(artifacts["llama-f32"], None) as one:
+        monkeypatch.setattr(Tokenizer, "read", read)
+        answer = one.served.ask("POST", "/tokenize", {"model": one.model, "content": "a b " * 600})
+        assert (answer.status, answer.error["param"]) == (400, "content")
 
 
 def test_who_reads_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from serving import Served, serving
 from starlette.applications import Starlette
 
+from ssmd.api.generate.fair_reading import FairPool
 from ssmd.api.own import pulls
 from ssmd.runtime.devices import RuntimeStatus, find
 from ssmd.runtime.protocol import Device
@@ -20,7 +21,7 @@ PATH = "/ssmd/v1/runtimes"
 
 @contextmanager
 def served() -> Iterator[Served]:
-    with serving(Starlette(routes=pulls.runtime_routes(pulls.Runtimes()))) as one:
+    with serving(Starlette(routes=pulls.runtime_routes(pulls.Runtimes(FairPool(lambda client: False))))) as one:
         yield one
 
 

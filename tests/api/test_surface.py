@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -67,6 +68,18 @@ def test_the_document_lists_every_route_and_no_others(tiny: Daemon) -> None:
     assert found == OPERATIONS.keys()
     paths = ask(tiny, "GET", "/openapi.json").json["paths"]
     assert {(method.upper(), path) for path, methods in paths.items() for method in methods} == found
+
+
+def test_every_endpoint_is_a_coroutine(tiny: Daemon) -> None:
+    """Starlette runs other endpoints in threads of its own, past the gate (ssmd/api/generate/fair_reading.py)."""
+    app = create_app(tiny.host, Settings())
+    assert isinstance(app, Security)
+    assert isinstance(app._app, Starlette)
+    for route in app._app.routes:
+        assert isinstance(route, Route)
+        one = route.endpoint
+        called = one if inspect.isfunction(one) or inspect.ismethod(one) else type(one).__call__
+        assert inspect.iscoroutinefunction(called), f"{route.path} is answered by {one}"
 
 
 @pytest.mark.parametrize(("row", "operation"), ROWS, ids=IDS)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from ssmd.api.generate.fair_reading import FairPool
 from ssmd.api.http.keys import (
     KEY_S,
     MOST_KEYS,
@@ -49,7 +50,7 @@ def guarding(keys: Keys) -> Iterator[Served]:
 
     routes = [
         Route("/whoami", whoami, methods=["GET", "POST"]),
-        *tickets.routes(keys),
+        *tickets.routes(keys, FairPool(lambda client: False)),
         *status.stop_routes(lambda: None),
     ]
     with serving(guarded(routes, Rules.of(Settings(), keys))) as one:

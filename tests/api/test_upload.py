@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from ssmd.api.generate.fair_reading import FairPool
 from ssmd.api.http.security import Rules, guarded
 from ssmd.api.own.sessions import LEAST_BYTES, write_body
 from ssmd.machine.room import SPARE_BYTES
@@ -23,9 +24,11 @@ HUGE = 1 << 50
 def served(tmp_path: Path) -> Iterator[Served]:
     """`/slow` waits for 1.5 seconds, `/full` wants much to stay free."""
 
+    pool = FairPool(lambda client: False)
+
     async def take(request: Request) -> JSONResponse:
         spare = HUGE if request.url.path == "/full" else SPARE_BYTES
-        await write_body(request, tmp_path / "kept", within_s=1.5, spare=spare)
+        await write_body(request, tmp_path / "kept", pool, "", within_s=1.5, spare=spare)
         return JSONResponse({"bytes": (tmp_path / "kept").stat().st_size})
 
     routes = [Route(path, take, methods=["POST"]) for path in ("/slow", "/full")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -123,6 +124,41 @@ def test_a_token_that_stands_across_a_place_keeps_the_text_whole(text: str) -> N
     made = byte_level()
     made.add_tokens([AddedToken(text, special=False, normalized=False, rstrip=True)])
     assert open_library(made)._place is None
+
+
+@each_kind
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(texts | st.sampled_from(["a b ", "12", "word. ", "<|im_end|> "])).map("".join))
+def test_a_text_has_no_fewer_ids_than_are_counted(name: str, text: str) -> None:
+    one = opened(name)
+    with small_pieces(one):
+        assert one.fewest(text, len(text)) <= len(one.ids(one.quote(text)))
+        assert one.fewest(text, len(text)) <= len(one.ids(one.escape(text)))
+
+
+def test_bytes_at_places_are_those_of_their_characters() -> None:
+    sides = re.compile(f"[{cutting._WORDS}{cutting._SIGNS}]")
+    characters = "".join(c for c in map(chr, [*range(0xD800), *range(0xE000, 0x110000)]) if sides.match(c))
+    assert len(characters) > 10_000
+    assert set(characters.encode()) <= cutting.BYTES_AT_PLACES
+
+
+@pytest.mark.parametrize(("lacks", "counted"), [(0xC3, False), (0x00, True), (0xFF, True)])
+def test_parts_count_only_if_their_bytes_have_tokens(lacks: int, counted: bool) -> None:
+    made = json.loads(byte_level().to_str())
+    letter = next(letter for letter, byte in BYTE_OF.items() if byte == lacks)
+    del made["model"]["vocab"][letter]
+    made["model"]["merges"] = [merge for merge in made["model"]["merges"] if letter not in "".join(merge)]
+    made["model"]["vocab"] = {t: i for t, i in made["model"]["vocab"].items() if letter not in t}
+    one = open_library(tokenizers.Tokenizer.from_str(json.dumps(made)))
+    assert (one.fewest("so it is", 9) == 3) == counted
+
+
+def test_words_are_counted_without_encoding_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = opened("byte-level")
+    monkeypatch.setattr(Tokenizer, "read", None)
+    assert one.fewest("a b " * 100_000, 1 << 20) == 200_001 == one.fewest("a b " * 100_000, 200_000)
+    assert 1000 < one.fewest("a b " * 100_000, 1000) < 20_000, "no further than needed"
 
 
 def test_of_too_many_ids_the_first_ones_are_enough() -> None:

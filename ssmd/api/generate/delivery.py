@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from starlette.types import Receive
 
@@ -134,7 +136,26 @@ class Delivery:
                 wait.cancel()
         self.check()
 
+    async def unless_done(self, future: Future[Any]) -> None:
+        """Wait for a future of another thread. Raises ClientGone as soon as the client went away, and AnswerStopped."""
+        if not future.done():
+            there = asyncio.Event()
+            future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(there.set))
+            await self.unless_gone(there)
+
     def replay(self, events: Iterable[Event]) -> None:
         """Deliver the events of an earlier answer; in the event loop."""
         for event in events:
             self._events.put_nowait(event)
+
+
+@asynccontextmanager
+async def watched(receive: Receive) -> AsyncIterator[Delivery]:
+    """Yield a delivery that notes that the client leaves, until the context ends; for a request without events."""
+    delivery = Delivery()
+    watcher = asyncio.create_task(delivery.watch(receive))
+    try:
+        yield delivery
+    finally:
+        delivery.abandon()  # stops a thread that still works on the request when the server ends
+        watcher.cancel()

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from ssmd.api.generate.answer import Answer, ParsedRequest, Read, ResponseInfo, WholeChoice
 from ssmd.api.generate.delivery import AnswerStopped, ClientGone, Delivery
-from ssmd.api.generate.fair_reading import LONG_BYTES, RequestReaders, client_of
+from ssmd.api.generate.fair_reading import LONG_BYTES, Gate, client_of
 from ssmd.api.generate.idempotency import Repeats, RequestIdentity, in_place_of, read_mark
 from ssmd.api.generate.in_flight import InFlightAnswer, InFlightAnswers
 from ssmd.api.http import access, sse
@@ -47,9 +47,11 @@ class Front:
     a stream that has no event yet.
     """
 
-    def __init__(self, host: Host, read: Read, under_way: InFlightAnswers, stall_s: float, silence_s: float) -> None:
+    def __init__(
+        self, host: Host, gate: Gate, read: Read, under_way: InFlightAnswers, stall_s: float, silence_s: float
+    ) -> None:
         self.host, self.under_way, self.read = host, under_way, read
-        self.repeats, self.readers = Repeats(host), RequestReaders(host.runs_others)
+        self.repeats, self.pool = Repeats(host, gate.store), gate.chats
         self._stall_s, self._silence_s = stall_s, silence_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -175,7 +177,7 @@ class _Exchange:
         """Read the body. Raises Rejection, ClientGone and AnswerStopped."""
         name, headers = self._caller.name, self._http.headers
         if len(self._raw) > LONG_BYTES:
-            self._mark = await asyncio.to_thread(read_mark, headers, self._raw, name)
+            self._mark = await self._run(partial(read_mark, headers, self._raw, name))
         else:
             self._mark = read_mark(headers, self._raw, name)
             for _ in range(_MOMENT):
@@ -201,7 +203,7 @@ class _Exchange:
         assert self._mark is not None
         if not (self._request.store and self._host.keeps):
             return self._begun(await self._submit(self._request))
-        attempt, reply = await self._front.repeats.enter(self._mark, self.delivery)
+        attempt, reply = await self._front.repeats.enter(self._mark, self.delivery, self._client)
         if reply is not None and reply.complete:
             attempt.end()
             self.delivery.replay(events(reply))
@@ -238,8 +240,8 @@ class _Exchange:
         return self.head
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Run work on the request in a reader's thread, in this client's turn."""
-        return await self._front.readers.run(work, self._client, len(self._raw), self.delivery)
+        """Run work on the request in a thread, in this client's turn."""
+        return await self._front.pool.run(work, self._client, len(self._raw), self.delivery)
 
     def _look_at(self) -> ParsedRequest:
         """Read the body. Runs in a thread, as a long conversation has megabytes. Raises Rejection, ClientGone."""
@@ -309,14 +311,11 @@ class _Exchange:
         """
         asker = LeaseRequest(request.id, request.session, request.domain.owner)
         future = self._host.lend(self.parsed.model, self.parsed.keep_alive_s, asker)
-        if not future.done():
-            there, loop = asyncio.Event(), asyncio.get_running_loop()
-            future.add_done_callback(lambda _: loop.call_soon_threadsafe(there.set))
-            try:
-                await self.delivery.unless_gone(there)
-            except BaseException:
-                self._host.give_up(future)
-                raise
+        try:
+            await self.delivery.unless_done(future)
+        except BaseException:
+            self._host.give_up(future)
+            raise
         return future.result()
 
 

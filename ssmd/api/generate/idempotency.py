@@ -14,12 +14,15 @@ import asyncio
 import hashlib
 import re
 import time
+from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 from starlette.datastructures import Headers
 
 from ssmd.api.generate.delivery import Delivery
+from ssmd.api.generate.fair_reading import FairPool
 from ssmd.api.http.body import brief
 from ssmd.engine.host.host import Host
 from ssmd.engine.request import Event, Finish, Request
@@ -32,6 +35,7 @@ REPLAYED = "Idempotent-Replayed"
 NAMED_LASTS = timedelta(hours=24)
 RETRY_LASTS = timedelta(minutes=10)
 FAILURE_LASTS_S = 120.0  # the longest that the OpenAI SDK lets a server delay its retry
+MOST_FAILURES = 10_000  # most failures that are kept; of more the oldest are forgotten
 _NAME = re.compile(r"[\x20-\x7e]{1,255}")
 _RETRY = re.compile(r"[1-9][0-9]{0,3}")
 _RETRIED = frozenset({408, 409, 429})  # and all from 500 on
@@ -101,13 +105,15 @@ class Attempt:
 class Repeats:
     """The attempts of an endpoint. Used in the event loop only."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, host: Host, pool: FairPool) -> None:
+        """Begin without attempts. pool: of the store."""
+        self._host, self._pool = host, pool
         self._running: dict[bytes, list[Attempt]] = {}
-        # (time, id of the generation or ""). Each allows one retry.
-        self._failures: dict[bytes, list[tuple[float, str]]] = {}
+        # (time, id of the generation or "") by body, that which failed last at the end. Each allows one retry.
+        self._failures: OrderedDict[bytes, deque[tuple[float, str]]] = OrderedDict()
+        self._failed = 0  # failures in all
 
-    async def enter(self, mark: RequestIdentity, delivery: Delivery) -> tuple[Attempt, Reply | None]:
+    async def enter(self, mark: RequestIdentity, delivery: Delivery, client: str) -> tuple[Attempt, Reply | None]:
         """Return a new attempt, which the caller ends, and the stored reply to the request that it repeats, or None.
 
         A complete reply is to be replayed; one that broke off is to be replaced. Raises Rejection, and ClientGone or
@@ -130,7 +136,9 @@ class Repeats:
             return attempt, None
         try:
             writer = self._host.writer
-            reply = None if writer is None else await asyncio.to_thread(writer.reply, key)
+            reply = None
+            if writer is not None:
+                reply = await self._pool.run(partial(writer.reply, key), client, delivery=delivery)
             if reply is not None and reply.body != key.body:
                 raise _reused()
         except StoreError as err:  # the request may have run before, so it must not run now
@@ -150,21 +158,36 @@ class Repeats:
             del self._running[attempt.mark.key.digest]
 
     def remember_failure(self, digest: bytes, generation: str = "") -> None:
+        """Note that an attempt failed, so that one retry runs anew. Takes the same time however many failed before."""
         now = time.monotonic()
-        self._failures[digest] = [*self._failures.pop(digest, ()), (now, generation)]  # latest last
-        while self._failures[first := next(iter(self._failures))][-1][0] < now - FAILURE_LASTS_S:
-            del self._failures[first]
+        self._failures.setdefault(digest, deque()).append((now, generation))
+        self._failures.move_to_end(digest)
+        self._failed += 1
+        while self._failed > MOST_FAILURES or self._oldest()[-1][0] < now - FAILURE_LASTS_S:
+            first = next(iter(self._failures))
+            self._failures[first].popleft()
+            self._failed -= 1
+            if not self._failures[first]:
+                del self._failures[first]
+
+    def _oldest(self) -> deque[tuple[float, str]]:
+        return next(iter(self._failures.values()))
 
     def _take_failure(self, digest: bytes) -> list[str]:
         """Remove and return the generation id of a failed attempt without a retry so far, in a list; [] without one.
 
         A commit that was given up counts as failed.
         """
-        failures = self._failures.pop(digest, [])
-        fresh = [f for f in failures if f[0] >= time.monotonic() - FAILURE_LASTS_S]
-        if fresh[1:]:
-            self._failures[digest] = fresh[1:]
-        return [generation for _, generation in fresh[:1]]
+        mine, oldest = self._failures.get(digest, deque()), time.monotonic() - FAILURE_LASTS_S
+        found: list[str] = []
+        while mine and not found:
+            at, generation = mine.popleft()
+            self._failed -= 1
+            if at >= oldest:
+                found.append(generation)
+        if not mine:
+            self._failures.pop(digest, None)
+        return found
 
 
 def in_place_of(request: Request, mark: RequestIdentity, broken: Reply | None) -> Request:

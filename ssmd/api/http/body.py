@@ -1,11 +1,12 @@
-"""JSON request bodies: strict JSON, strict types, and an error that names the parameter."""
+"""JSON bodies. Of requests: strict JSON, strict types, and an error that names the parameter. Of answers: long ones."""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
+import json
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
@@ -23,6 +24,7 @@ READ_TIMEOUT_S = 60.0
 MAX_VALUES = 250_000  # a conversation of 10,000 messages, each of five parts, has fewer
 MAX_SHOWN_CHARS = 80
 _ENTRIES = 8
+_AT_ONCE = 64  # values of a long array that are encoded at once
 Id = Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")]  # of a session or a turn
 
 # The last part of an integer field's type. Clients whose language has one number type send 4.0 for 4.
@@ -93,6 +95,16 @@ def validate(model: type[Model], fields: dict[str, Any]) -> Model:
         return model.model_validate(fields)
     except ValidationError as err:
         raise _explain(err.errors(include_url=False)[0]) from None
+
+
+def object_with(name: str, values: Sequence[Any], fields: Mapping[str, Any] | None = None) -> bytes:
+    """Encode a JSON object: `fields`, and then a long array. Other threads run meanwhile, as they cannot while one
+    encodes.
+    """
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+    parts = [encode(values[i : i + _AT_ONCE])[1:-1] for i in range(0, len(values), _AT_ONCE)]
+    before = f"{encode(fields)[1:-1]}," if fields else ""
+    return f"{{{before}{encode(name)}:[{','.join(parts)}]}}".encode()
 
 
 def brief(value: object) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.routing import Route
 
 from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeChoice, own_usage
+from ssmd.api.generate.fair_reading import Gate
 from ssmd.api.generate.front import Front
 from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http import sse
@@ -23,6 +24,7 @@ from ssmd.engine.terms import Rejection
 
 def routes(
     host: Host,
+    gate: Gate,
     under_way: InFlightAnswers,
     stall_s: float,
     silence_s: float,
@@ -35,7 +37,7 @@ def routes(
     stall_s, silence_s: as of `Front`.
     """
     fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=strict)
-    front = Front(host, partial(_read, host, fields, truncate), under_way, stall_s, silence_s)
+    front = Front(host, gate, partial(_read, host, fields, truncate), under_way, stall_s, silence_s)
     return [Route("/v1/chat/completions", front, methods=["POST"])]
 
 

@@ -13,6 +13,7 @@ from pydantic import Field
 from starlette.routing import Route
 
 from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeChoice, own_usage
+from ssmd.api.generate.fair_reading import Gate
 from ssmd.api.generate.front import Front
 from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http import sse
@@ -55,11 +56,11 @@ _UNKNOWN_HERE = frozenset(
 
 
 def routes(
-    host: Host, under_way: InFlightAnswers, stall_s: float, silence_s: float, *, strict: bool = False
+    host: Host, gate: Gate, under_way: InFlightAnswers, stall_s: float, silence_s: float, *, strict: bool = False
 ) -> list[Route]:
     """Return the endpoint, for `app.create_app`. strict: the setting. stall_s, silence_s: as of `Front`."""
     read = partial(_read, host, Fields(CompletionBody.model_fields, REFUSED, strict=strict))
-    return [Route(PATH, Front(host, read, under_way, stall_s, silence_s), methods=["POST"])]
+    return [Route(PATH, Front(host, gate, read, under_way, stall_s, silence_s), methods=["POST"])]
 
 
 def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> ParsedRequest:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+import json
+import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from ssmd.api.http.body import StrictModel, parse_object, read_body, validate, whole_list
+from ssmd.api.generate.delivery import ClientGone, Delivery, watched
+from ssmd.api.generate.fair_reading import FairPool, client_of
+from ssmd.api.http.body import StrictModel, object_with, parse_object, read_body, validate, whole_list
 from ssmd.api.http.errors import IGNORED
 from ssmd.api.http.keys import caller_of
 from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.openai.fields import Fields
 from ssmd.engine.engine import Engine
 from ssmd.engine.host.host import Host
+from ssmd.engine.host.loader import ModelLease
 from ssmd.engine.host.models import Model
 from ssmd.engine.terms import Rejection
 
+log = logging.getLogger(__name__)
 MAX_TOKENS = 250_000
-T = TypeVar("T")
+CLIENT_GONE = 499  # in the access log, for a client that left before its answer
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
@@ -40,9 +46,12 @@ class DetokenizeBody(StrictModel):
     tokens: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKENS), BeforeValidator(whole_list)]
 
 
-def routes(host: Host, *, strict: bool = False) -> list[Route]:
-    """Return the endpoints, for `app.create_app`. strict: the setting."""
-    words = _Endpoints(host, strict=strict)
+Body = TypeVar("Body", TokenizeBody, DetokenizeBody, ChatBody)
+
+
+def routes(host: Host, pool: FairPool, *, strict: bool = False) -> list[Route]:
+    """Return the endpoints, for `app.create_app`. pool: of texts. strict: the setting."""
+    words = _Endpoints(host, pool, strict=strict)
     return [
         Route("/tokenize", words.tokenize, methods=["POST"]),
         Route("/detokenize", words.detokenize, methods=["POST"]),
@@ -51,82 +60,102 @@ def routes(host: Host, *, strict: bool = False) -> list[Route]:
 
 
 class _Endpoints:
-    def __init__(self, host: Host, *, strict: bool) -> None:
-        self._host = host
+    def __init__(self, host: Host, pool: FairPool, *, strict: bool) -> None:
+        self._host, self._pool = host, pool
         self._fields: dict[type[StrictModel], Fields] = {
             model: Fields(model.model_fields, NOT_BUILT if model is ChatBody else {}, strict=strict)
             for model in (TokenizeBody, DetokenizeBody, ChatBody)
         }
 
-    async def tokenize(self, http: HttpRequest) -> JSONResponse:
+    async def tokenize(self, http: HttpRequest) -> Response:
         """Answer with the ids of a text. with_pieces: also the text of each, or its bytes for a part of a character."""
-        fields, ignored = await self._sorted(TokenizeBody, http)
-        body = validate(TokenizeBody, fields)
 
-        def work(engine: Engine) -> dict[str, Any]:
+        def work(body: TokenizeBody, engine: Engine, go_on: Callable[[], None]) -> bytes:
             words = engine.words
-            ids = words.ids(
-                body.content,
-                begin=bool(body.add_special),
-                controls=body.parse_special is not False,
-                param="content",
-                at_most=MAX_TOKENS,
-            ).tolist()
-            if len(ids) > MAX_TOKENS:
+            many = words.fewest(body.content, MAX_TOKENS) > MAX_TOKENS
+            ids: list[int] = []
+            if not many:
+                ids = words.ids(
+                    body.content,
+                    begin=bool(body.add_special),
+                    controls=body.parse_special is not False,
+                    param="content",
+                    at_most=MAX_TOKENS,
+                    go_on=go_on,
+                ).tolist()
+            if many or len(ids) > MAX_TOKENS:
                 said = f"content comes to more than {MAX_TOKENS} tokens; send it in parts"
                 raise Rejection(said, code="invalid_value", param="content")
             if not body.with_pieces:
-                return {"tokens": ids}
-            return {"tokens": [{"id": token, "piece": _piece(words.piece(token))} for token in ids]}
+                return object_with("tokens", ids)
+            return object_with("tokens", [{"id": token, "piece": _piece(words.piece(token))} for token in ids])
 
-        return await self._answer(http, body.model, work, ignored)
+        return await self._answer(http, TokenizeBody, partial(validate, TokenizeBody), work)
 
-    async def detokenize(self, http: HttpRequest) -> JSONResponse:
+    async def detokenize(self, http: HttpRequest) -> Response:
         """Answer with the text of ids."""
-        fields, ignored = await self._sorted(DetokenizeBody, http)
-        body = validate(DetokenizeBody, fields)
 
-        def work(engine: Engine) -> dict[str, Any]:
-            return {"content": engine.words.written(engine.words.checked(body.tokens, "tokens").tolist())}
+        def work(body: DetokenizeBody, engine: Engine, go_on: Callable[[], None]) -> bytes:
+            text = engine.words.written(engine.words.checked(body.tokens, "tokens").tolist())
+            return json.dumps({"content": text}, ensure_ascii=False, separators=(",", ":")).encode()
 
-        return await self._answer(http, body.model, work, ignored)
+        return await self._answer(http, DetokenizeBody, partial(validate, DetokenizeBody), work)
 
-    async def apply_template(self, http: HttpRequest) -> JSONResponse:
+    async def apply_template(self, http: HttpRequest) -> Response:
         """Answer with the prompt's text that the template renders from a chat's messages."""
-        fields, ignored = await self._sorted(ChatBody, http)
-        name = fields.get("model")
-        model = await asyncio.to_thread(self._find, name) if name is None else None
-        body = read_chat(fields | ({} if model is None else {"model": model.id}))
 
-        def work(engine: Engine) -> dict[str, Any]:
+        def read(fields: dict[str, Any]) -> ChatBody:
+            named = {"model": self._find(None).id} if fields.get("model") is None else {}
+            return read_chat(fields | named)
+
+        def work(body: ChatBody, engine: Engine, go_on: Callable[[], None]) -> bytes:
             request = to_request(body, engine.artifact.manifest.vocabulary)
-            return {"prompt": engine.rendered(replace(request, store=False, domain=caller_of(http.scope).domain))}
+            prompt = engine.rendered(replace(request, store=False, domain=caller_of(http.scope).domain))
+            return json.dumps({"prompt": prompt}, ensure_ascii=False, separators=(",", ":")).encode()
 
-        return await self._answer(http, body.model, work, ignored)
-
-    async def _sorted(self, model: type[StrictModel], http: HttpRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
-        raw = await read_body(http)
-        return await asyncio.to_thread(lambda: self._fields[model].sort(parse_object(raw)))
+        return await self._answer(http, ChatBody, read, work)
 
     async def _answer(
         self,
         http: HttpRequest,
-        name: str | None,
-        work: Callable[[Engine], Mapping[str, Any]],
-        ignored: tuple[str, ...],
-    ) -> JSONResponse:
-        """Answer with the result of `work`, run in a thread once the model is loaded. Raises Rejection."""
-        future = self._host.lend(await asyncio.to_thread(self._find, name))
+        shape: type[Body],
+        read: Callable[[dict[str, Any]], Body],
+        work: Callable[[Body, Engine, Callable[[], None]], bytes],
+    ) -> Response:
+        """Answer with the result of `work`, run once the model is loaded. Raises Rejection.
+
+        read: makes the body of the fields that are known. Both run in the client's turn, if it is still there.
+        """
+        raw, client = await read_body(http), client_of(http)
+
+        def begin(go_on: Callable[[], None]) -> tuple[Body, Model, tuple[str, ...]]:
+            fields, ignored = self._fields[shape].sort(parse_object(raw, go_on))
+            body = read(fields)
+            return body, self._find(body.model), ignored
+
         try:
-            lease = await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
+            async with watched(http.receive) as delivery:
+                body, model, ignored = await self._pool.run(partial(begin, delivery.check), client, len(raw), delivery)
+                lease = await self._lend(model, delivery)
+                try:
+                    mine = partial(work, body, lease.engine, delivery.check)
+                    found = await self._pool.run(mine, client, len(raw), delivery)
+                finally:
+                    lease.release()
+        except ClientGone:
+            log.info("%s: the client went away", http.scope["path"])
+            return Response(status_code=CLIENT_GONE)
+        return Response(found, headers={IGNORED: ", ".join(ignored)} if ignored else {}, media_type="application/json")
+
+    async def _lend(self, model: Model, delivery: Delivery) -> ModelLease:
+        """Return a lease of the model, once it is loaded. Raises Rejection, and ClientGone if the client leaves."""
+        future = self._host.lend(model)
+        try:
+            await delivery.unless_done(future)
+        except BaseException:
             self._host.give_up(future)
             raise
-        try:
-            found = await asyncio.to_thread(work, lease.engine)
-        finally:
-            lease.release()
-        return JSONResponse(found, headers={IGNORED: ", ".join(ignored)} if ignored else {})
+        return future.result()
 
     def _find(self, name: str | None) -> Model:
         """Return the model of that name; without a name the only one there is, or the one loaded. Raises Rejection."""

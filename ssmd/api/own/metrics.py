@@ -8,7 +8,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
@@ -18,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ssmd import __version__
+from ssmd.api.generate.fair_reading import FairPool, client_of, shared
 from ssmd.api.http import sse
 from ssmd.api.http.body import StrictModel, validate
 from ssmd.api.http.keys import caller_of, is_in_force
@@ -36,30 +38,37 @@ MOST_S = 60.0  # longest interval that a client may ask for
 AGED_S = 10.0  # age at which a snapshot's percentiles have changed without any new request
 
 
-def routes(host: Host, store: Store | None, pulling: Pulls, stall_s: float) -> list[Route]:
+def routes(host: Host, store: Store | None, pulling: Pulls, stall_s: float, pool: FairPool) -> list[Route]:
+    """Return the endpoints. pool: of looks."""
     exposition, started_at, counted_at = Exposition(host.metrics), time.time(), -math.inf
 
     def snapshot() -> dict[str, Any]:
         process = {"version": __version__, "pid": os.getpid(), "started_at": round(started_at, 3)}
         return process | host.metrics.snapshot() | {"pulls": pulls.rows(pulling)}
 
-    async def refresh() -> None:
+    def refresh() -> None:
         nonlocal counted_at
         if store is None:
             return
         with contextlib.suppress(StoreError):  # metrics are needed most when something is wrong
-            host.metrics.stored_bytes(await asyncio.to_thread(store.bytes_stored), store.quota)
+            host.metrics.stored_bytes(store.bytes_stored(), store.quota)
             if time.monotonic() - counted_at >= AGED_S:
                 counted_at = time.monotonic()
-                host.metrics.stored_sessions(*await asyncio.to_thread(store.count))
+                host.metrics.stored_sessions(*store.count())
+
+    def text() -> bytes:
+        refresh()
+        return exposition.text()
 
     async def prometheus(request: Request) -> Response:
-        await refresh()
-        return Response(await asyncio.to_thread(exposition.text), media_type=PROMETHEUS)
+        return Response(await pool.run(text, client_of(request)), media_type=PROMETHEUS)
 
     async def shown(request: Request) -> JSONResponse:
-        await refresh()
-        return JSONResponse(_seen_by(caller_of(request.scope).domain, await asyncio.to_thread(snapshot)))
+        def seen() -> JSONResponse:
+            refresh()
+            return JSONResponse(_seen_by(caller_of(request.scope).domain, snapshot()))
+
+        return await pool.run(seen, client_of(request))
 
     def pulse() -> tuple[object, object]:
         state, all_else = host.pulse()
@@ -70,7 +79,7 @@ def routes(host: Host, store: Store | None, pulling: Pulls, stall_s: float) -> l
         Route("/ssmd/v1/metrics", shown),
         Route(
             "/ssmd/v1/metrics/stream",
-            _Stream(pulse, snapshot, refresh, stall_s),
+            _Stream(pulse, snapshot, refresh, stall_s, pool),
             methods=["GET"],
         ),
     ]
@@ -117,10 +126,12 @@ class _Stream:
         self,
         pulse: Callable[[], tuple[object, object]],
         snapshot: Callable[[], dict[str, Any]],
-        refresh: Callable[[], Awaitable[None]],
+        refresh: Callable[[], None],
         stall_s: float,
+        pool: FairPool,
     ) -> None:
         self._pulse, self._snapshot, self._refresh, self._stall_s = pulse, snapshot, refresh, stall_s
+        self._pool = pool
         self._listeners: set[_Listener] = set()
         self._pump: asyncio.Task[None] | None = None
         self._making = asyncio.Lock()
@@ -189,14 +200,18 @@ class _Stream:
             due = [one for one in self._listeners if changed or now >= one.due_s]
             age = now - self._made
             if due and age >= PERIOD_S and (age >= AGED_S or pulse != self._seen):
-                if age >= AGED_S:
-                    await self._refresh()
-                before, self._last = self._last, await asyncio.to_thread(self._snapshot)
+                before, self._last = self._last, await self._pool.run(partial(self._look, age), shared("metrics"))
                 self._seen, self._made = pulse, time.monotonic()
                 if not _alike(before, self._last):
                     self._number += 1
                     self._encoded = {}
             self._hand_out({one for one in due if one is new or one.number != self._number})
+
+    def _look(self, age: float) -> dict[str, Any]:
+        """Return a snapshot. age: seconds of the last one."""
+        if age >= AGED_S:
+            self._refresh()
+        return self._snapshot()
 
     def _hand_out(self, listeners: Iterable[_Listener]) -> None:
         for one in listeners:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api.http.body import StrictModel, parse_object, read_body, validate
+from ssmd.api.generate.fair_reading import FairPool, client_of
+from ssmd.api.http.body import StrictModel
 from ssmd.engine.host.host import Host
 from ssmd.engine.host.models import Model
 from ssmd.model.artifact import MANIFEST
 
 ROOT = "/ssmd/v1/models"
+T = TypeVar("T")
 
 
 class ModelChanges(StrictModel):
@@ -24,8 +27,9 @@ class ModelChanges(StrictModel):
     pinned: bool
 
 
-def routes(host: Host) -> list[Route]:
-    models = _Models(host)
+def routes(host: Host, pool: FairPool) -> list[Route]:
+    """Return the endpoints. pool: of looks."""
+    models = _Models(host, pool)
     return [
         Route("/v1/models", models.listing),
         Route("/v1/models/{model:path}", models.one),
@@ -37,25 +41,29 @@ def routes(host: Host) -> list[Route]:
 
 
 class _Models:
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, host: Host, pool: FairPool) -> None:
+        self._host, self._pool = host, pool
 
     async def listing(self, request: Request) -> JSONResponse:
         """List a model for each name, which stands for the fastest usable runtime, and one for each of its runtimes."""
-        return JSONResponse({"object": "list", "data": await asyncio.to_thread(self._listed)})
+        return JSONResponse({"object": "list", "data": await self._run(request, self._listed)})
 
     async def one(self, request: Request) -> JSONResponse:
         asked = request.path_params["model"]
-        model = await asyncio.to_thread(self._host.shelf.find, asked)
-        return JSONResponse(_entry(model.id if "@" in asked else model.name, model))
+
+        def entry() -> dict[str, Any]:
+            model = self._host.shelf.find(asked)
+            return _entry(model.id if "@" in asked else model.name, model)
+
+        return JSONResponse(await self._run(request, entry))
 
     async def rows(self, request: Request) -> JSONResponse:
-        live = await asyncio.to_thread(self._host.live)
+        live = await self._run(request, self._host.live)
         return JSONResponse({"object": "list", "data": list(live.models), "memory": live.memory})
 
     async def change(self, request: Request) -> JSONResponse:
         model = await self._find(request)
-        changes = validate(ModelChanges, parse_object(await read_body(request)))
+        changes = await self._pool.body(request, ModelChanges)
         self._host.pin(model, changes.pinned)
         return JSONResponse(self._host.row(model))
 
@@ -78,7 +86,11 @@ class _Models:
         return JSONResponse(self._host.row(model))
 
     async def _find(self, request: Request) -> Model:
-        return await asyncio.to_thread(self._host.shelf.find, request.path_params["model"])
+        return await self._run(request, lambda: self._host.shelf.find(request.path_params["model"]))
+
+    async def _run(self, request: Request, work: Callable[[], T]) -> T:
+        """Run work that looks at the disk in a thread, when it is the client's turn."""
+        return await self._pool.run(work, client_of(request))
 
     def _listed(self) -> list[dict[str, Any]]:
         shelf = self._host.shelf

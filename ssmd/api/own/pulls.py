@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api.http.body import StrictModel, brief, parse_object, read_body, validate
+from ssmd.api.generate.fair_reading import FairPool, client_of, shared
+from ssmd.api.http.body import StrictModel, brief
 from ssmd.daemon.pulls import MOST, Pulls, TooManyPulls
 from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejection
@@ -54,13 +55,15 @@ class PullBody(StrictModel):
     runtime: Annotated[str, Field(min_length=1, max_length=64)] | None = None
 
 
-def routes(host: Host, pulls: Pulls, runtimes: Runtimes) -> list[Route]:
+def routes(host: Host, pulls: Pulls, runtimes: Runtimes, pool: FairPool) -> list[Route]:
+    """Return the endpoints of pulls and of the catalog. pool: of looks."""
+
     async def listing(request: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": rows(pulls)})
 
     async def begin(request: Request) -> JSONResponse:
-        wanted = validate(PullBody, parse_object(await read_body(request)))
-        await asyncio.to_thread(_check, wanted)
+        wanted = await pool.body(request, PullBody)
+        await pool.run(partial(_check, wanted), client_of(request))
         try:
             row = pulls.begin(wanted.model, wanted.runtime)
         except TooManyPulls:
@@ -81,7 +84,8 @@ def routes(host: Host, pulls: Pulls, runtimes: Runtimes) -> list[Route]:
 
     async def known(request: Request) -> JSONResponse:
         found = await runtimes.found()
-        return JSONResponse({"object": "list", "data": await asyncio.to_thread(_catalog, host, found)})
+        entries = await pool.run(partial(_catalog, host, found), client_of(request))
+        return JSONResponse({"object": "list", "data": entries})
 
     return [
         Route(ROOT, listing, methods=["GET"]),
@@ -181,10 +185,11 @@ def runtime_routes(runtimes: Runtimes) -> list[Route]:
 class Runtimes:
     """The runtimes found last. While one request looks for them, others wait for its result.
 
-    looked_at: seconds since 1970.
+    pool: of looks. looked_at: seconds since 1970.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: FairPool) -> None:
+        self._pool = pool
         self._looking = asyncio.Lock()
         self._found: list[dict[str, Any]] = []
         self.looked_at = 0.0
@@ -194,7 +199,7 @@ class Runtimes:
         """Return the runtimes' rows, at most KEPT_S seconds old."""
         async with self._looking:
             if time.monotonic() >= self._fresh_until:
-                found = await asyncio.to_thread(find, limit_s=LIMIT_S)
+                found = await self._pool.run(partial(find, limit_s=LIMIT_S), shared("runtimes"), long=True)
                 self._found, self.looked_at = [_fields(one) for one in found], time.time()
                 self._fresh_until = time.monotonic() + KEPT_S
         return self._found

@@ -9,18 +9,19 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
 from pydantic import ConfigDict, Field, field_validator
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from ssmd.api.generate.fair_reading import RequestReaders, client_of
-from ssmd.api.http.body import READ_TIMEOUT_S, Id, StrictModel, brief, parse_object, read_body, validate
+from ssmd.api.generate.fair_reading import FairPool, client_of
+from ssmd.api.http.body import READ_TIMEOUT_S, Id, StrictModel, brief, object_with, parse_object, read_body, validate
 from ssmd.api.http.keys import caller_of
 from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejection
@@ -41,7 +42,6 @@ MAX_SEARCH = 200  # characters of a search
 MAX_WORDS = 10
 SEARCH_S = 1.0  # about how long one request may search; the client continues from there
 _USAGE = ("cached_tokens", "completion_tokens", "resume", "ttft_ms", "prefill_ms", "restore_ms")
-_THREADS = 4  # chat has others, so that a busy store does not keep it waiting
 
 LEAST_BYTES = 1 << 20  # bytes of a file that a client must send or take within READ_TIMEOUT_S
 
@@ -51,8 +51,9 @@ MOST_OF_ONE = 4
 RETRY_AFTER_S = 5
 
 
-def routes(host: Host, store: Store | None) -> list[Route]:
-    sessions = _Sessions(host, store)
+def routes(host: Host, store: Store | None, pool: FairPool) -> list[Route]:
+    """Return the endpoints. pool: of the store."""
+    sessions = _Sessions(host, store, pool)
     return [
         Route(ROOT, sessions.list),
         Route(ROOT + "/import", sessions.import_, methods=["POST"]),
@@ -92,42 +93,50 @@ class SessionChanges(StrictModel):
 
 
 class _Sessions:
-    def __init__(self, host: Host, store: Store | None) -> None:
+    def __init__(self, host: Host, store: Store | None, pool: FairPool) -> None:
         self._shelf = host.shelf
         self._kept = store
-        self._reading = RequestReaders(host.runs_others, _THREADS)
+        self._pool = pool
         self._downloads = Downloads()
         # Left by a process that was killed: files that it received or was to send, or had not finished (`.tmp`).
         for left in () if store is None else store.file.parent.glob(f"*{_SCRATCH}*"):
             left.unlink(missing_ok=True)
 
-    async def list(self, request: Request) -> JSONResponse:
+    async def list(self, request: Request) -> Response:
         store, page = self._store(request), validate(_Page, dict(request.query_params))
         if words_of(page.search):
             return await self._search(request, store, page)
-        found = await self._ask(request, lambda: store.sessions(page.limit + 1, page.after))
-        data = [_entry(session) for session in found[: page.limit]]
-        return JSONResponse({"object": "list", "data": data, "has_more": len(found) > page.limit})
 
-    async def _search(self, request: Request, store: Store, page: _Page) -> JSONResponse:
+        def listed() -> Response:
+            found = store.sessions(page.limit + 1, page.after)
+            data = [_entry(session) for session in found[: page.limit]]
+            return _json("data", data, {"object": "list", "has_more": len(found) > page.limit})
+
+        return await self._ask(request, listed)
+
+    async def _search(self, request: Request, store: Store, page: _Page) -> Response:
         if len(words_of(page.search)) > MAX_WORDS:
             raise Rejection(f"search: at most {MAX_WORDS} words are possible", code="invalid_value", param="search")
-        found = await self._ask(request, lambda: store.search(page.search, page.limit, page.after, within_s=SEARCH_S))
-        data = [_entry(session) for session in found.sessions]
-        more = found.after is not None
-        return JSONResponse({"object": "list", "data": data, "has_more": more, "after": found.after})
 
-    async def get(self, request: Request) -> JSONResponse:
+        def listed() -> Response:
+            found = store.search(page.search, page.limit, page.after, within_s=SEARCH_S)
+            fields = {"object": "list", "has_more": found.after is not None, "after": found.after}
+            return _json("data", [_entry(session) for session in found.sessions], fields)
+
+        return await self._ask(request, listed)
+
+    async def get(self, request: Request) -> Response:
         store, wanted = self._store(request), _session_id(request)
-        session, turns, usages = await self._ask(
-            request, lambda: (store.session(wanted), store.turns(wanted), store.usages(wanted))
-        )
-        return JSONResponse({**_entry(session), "turns": [_turn(turn, usages.get(turn.id)) for turn in turns]})
+
+        def whole() -> Response:
+            session, turns, usages = store.session(wanted), store.turns(wanted), store.usages(wanted)
+            return _json("turns", [_turn(turn, usages.get(turn.id)) for turn in turns], _entry(session))
+
+        return await self._ask(request, whole)
 
     async def change(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)
-        raw = await read_body(request)
-        changes = await self._ask(request, lambda: validate(SessionChanges, parse_object(raw)), len(raw))
+        changes = await self._pool.body(request, SessionChanges)
         if not changes.model_fields_set:
             raise Rejection("pinned or title is required", code="missing_required_parameter", param="pinned")
 
@@ -163,7 +172,9 @@ class _Sessions:
             held.enter_context(self._downloads.one(client_of(request)))
             held.enter_context(removed(file))
             try:
-                await self._ask(request, lambda: export_session(store, wanted, file, states=states, spare=SPARE_BYTES))
+                await self._ask(
+                    request, lambda: export_session(store, wanted, file, states=states, spare=SPARE_BYTES), long=True
+                )
             except SessionFileError as err:  # no room on the disk, or more than one file can hold
                 said = str(err).replace(str(file), "the file")
                 raise Rejection(said, status=507, code="storage_error") from err
@@ -175,10 +186,10 @@ class _Sessions:
         believe = _choice(request, "reread", {"true": False, "false": True}, "false")
         file = _scratch(store)
         with removed(file):
-            await write_body(request, file)
+            await write_body(request, file, self._pool, client_of(request))
             try:
                 done = await self._ask(
-                    request, lambda: import_session(store, file, local=self._local(), believe=believe)
+                    request, lambda: import_session(store, file, local=self._local(), believe=believe), long=True
                 )
             except SessionFileError as err:
                 said = str(err).replace(str(file), "the file")
@@ -192,13 +203,15 @@ class _Sessions:
         manifests = [(model.name, model.found.manifest) for model in self._shelf.models()]
         return {m.lineage: LocalModel(name, m.spec, m.vocabulary) for name, m in manifests if m is not None}
 
-    async def _ask(self, request: Request, work: Callable[[], Result], nbytes: int = 0) -> Result:
-        """Run work that blocks on the store, or reads a long body, in a thread, when it is the client's turn.
+    async def _ask(
+        self, request: Request, work: Callable[[], Result], nbytes: int = 0, *, long: bool = False
+    ) -> Result:
+        """Run work that blocks on the store in a thread, when it is the client's turn. nbytes, long: as of the pool.
 
         Its errors become Rejection, but those of a file's contents.
         """
         try:
-            return await self._reading.run(work, client_of(request), nbytes)
+            return await self._pool.run(work, client_of(request), nbytes, long=long)
         except SessionFileError:
             raise
         except UnknownTurn as err:
@@ -235,6 +248,11 @@ def _choice(request: Request, name: str, choices: Mapping[str, Result], default:
 def _scratch(store: Store) -> Path:
     """Return the path of a new file beside the database: private like it, and on the disk that has the space."""
     return store.file.parent / f"{_SCRATCH}{secrets.token_hex(8)}.ssmd"
+
+
+def _json(name: str, values: Sequence[Any], fields: Mapping[str, Any]) -> Response:
+    """Encode an answer with a long array; in the thread that made it."""
+    return Response(object_with(name, values, fields), media_type="application/json")
 
 
 def _entry(session: Session) -> dict[str, Any]:
@@ -274,10 +292,17 @@ def _turn(turn: Turn, usage: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 async def write_body(
-    request: Request, file: Path, *, within_s: float = READ_TIMEOUT_S, spare: int = SPARE_BYTES
+    request: Request,
+    file: Path,
+    pool: FairPool,
+    client: str,
+    *,
+    within_s: float = READ_TIMEOUT_S,
+    spare: int = SPARE_BYTES,
 ) -> None:
     """Write the body into a new private file. It is stored after that, so its size must be free twice.
 
+    pool, client: where the writing takes its turns, and as which client.
     Raises Rejection: 507 if there is no room for it, 408 if `LEAST_BYTES` take longer than `within_s`.
     """
     parts, left_s, seen = aiter(request.stream()), within_s, 0
@@ -296,7 +321,7 @@ async def write_body(
                 left_s, seen = left_s - (time.monotonic() - began), seen + len(part)
                 if seen >= LEAST_BYTES:
                     left_s, seen = within_s, 0
-                await asyncio.to_thread(_write, out, part, file.parent, spare)
+                await pool.run(partial(_write, out, part, file.parent, spare), client, least_s=0.0)
     except OSError as err:
         reason = err.strerror or str(err)
         raise Rejection(f"the file cannot be kept here: {reason}", status=507, code="storage_error") from err

@@ -5,7 +5,6 @@ its own user alone.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ssmd import __version__
+from ssmd.api.generate.fair_reading import Gate, SharedResult
 from ssmd.api.http.keys import caller_of
 from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejection
@@ -36,10 +36,12 @@ _ADVICE = {
 log = logging.getLogger(__name__)
 
 
-def routes(host: Host) -> list[Route]:
-    async def health(request: Request) -> JSONResponse:
+def routes(host: Host, gate: Gate) -> list[Route]:
+    described = SharedResult(_described, "description")
+
+    def look() -> JSONResponse:
         draining, problem = host.draining, host.problem
-        model = await asyncio.to_thread(host.foremost)
+        model = host.foremost()
         manifest = None if model is None else model.found.manifest
         fields = {
             "status": "shutting_down" if draining else "degraded" if problem else "ok",
@@ -53,8 +55,11 @@ def routes(host: Host) -> list[Route]:
             fields |= {"reason": problem, "message": _ADVICE[problem]}
         return JSONResponse(fields, 503 if draining else 200)
 
+    async def health(request: Request) -> JSONResponse:
+        return await gate.health(look)
+
     async def root(request: Request) -> JSONResponse:
-        return JSONResponse(await asyncio.to_thread(_described))
+        return JSONResponse(await described.get(gate.looks))
 
     return [Route("/health", health), Route("/v1", root), Route("/v1/", root)]
 

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api.http.body import StrictModel, parse_object, read_body, validate
+from ssmd.api.generate.fair_reading import FairPool
+from ssmd.api.http.body import StrictModel
 from ssmd.api.http.keys import REDEEM, TICKET_S, TICKETS, Keys, caller_of
 from ssmd.engine.terms import Rejection
 
@@ -20,15 +21,15 @@ class RedeemBody(StrictModel):
     ticket: Annotated[str, Field(min_length=1, max_length=200)]
 
 
-def routes(keys: Keys) -> list[Route]:
-    """Return the two endpoints. keys: the keys in force, to which a redeemed ticket adds one."""
+def routes(keys: Keys, pool: FairPool) -> list[Route]:
+    """Return the two endpoints. keys: the keys in force, to which a redeemed ticket adds one. pool: of looks."""
 
     async def make(request: Request) -> JSONResponse:
         ticket = keys.ticket(caller_of(request.scope))
         return JSONResponse({"ticket": ticket, "expires_in": int(TICKET_S)}, headers=_SECRET)
 
     async def redeem(request: Request) -> JSONResponse:
-        asked = validate(RedeemBody, parse_object(await read_body(request)))
+        asked = await pool.body(request, RedeemBody)
         made = keys.redeem(asked.ticket)
         if made is None:
             raise Rejection(

@@ -69,6 +69,10 @@ class RawPlanner:
             ids = as_ids([*before, *ids.tolist()])
         return self.checked(ids, param)
 
+    def fewest(self, text: str, enough: int) -> int:
+        """Return a number of ids that a text has at the least, as of the tokenizer."""
+        return self._tokenizer.fewest(text, enough)
+
     def checked(self, ids: Sequence[int] | Ids, param: str = PARAM) -> Ids:
         """Return the ids as an array, if all are in the model's vocabulary. Raises Rejection."""
         try:
