@@ -107,6 +107,10 @@ class Store:
         position, parts = read_parts(connection, checkpoint_id, spec)
         return joined(parts, spec, position)
 
+    def look(self) -> None:
+        """Check that the open file still has its name, with a few `stat` calls. Raises ReplacedFile if it has not."""
+        database.check_file(self._engine)
+
     def close(self) -> None:
         self._engine.dispose()
 

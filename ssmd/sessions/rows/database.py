@@ -53,28 +53,89 @@ class _Connection(sqlite3.Connection):
 
 
 class _OpenFile:
-    """The identity of a file when it was opened, so that its removal or replacement is noticed.
+    """The database file and its log as an engine opened them, so that their removal or replacement is noticed.
 
-    Two `stat` calls cost microseconds. Writes to a file without a name are lost when the process ends.
+    Each `stat` call costs a microsecond or two. Writes to a file without a name are lost when the process ends.
+
+    The descriptor stays open until SQLite has closed its own. POSIX drops all locks of a process on a file when the
+    process closes any descriptor of that file. Another process would then take itself for the last one, and remove
+    the log.
     """
 
-    def __init__(self, file: Path, found: os.stat_result) -> None:
+    def __init__(self, file: Path, descriptor: int) -> None:
         self._file = file
-        self._log = file.with_name(f"{file.name}-wal")
-        self._identity = (found.st_dev, found.st_ino)
+        self._log, self._index = (file.with_name(f"{file.name}-{end}") for end in ("wal", "shm"))
+        self._descriptor: int | None = descriptor
+        self._identity = _identity(os.fstat(descriptor))
+        self._sides: tuple[tuple[int, int] | None, ...] = (None, None)
+        self._connections: set[int] = set()
 
     def check(self, *, written: bool = False) -> None:
-        """Raise ReplacedFile unless the name leads to the same file. written: its log must exist too."""
+        """Raise ReplacedFile unless the name leads to the same file.
+
+        written: a connection has the log open, so its name and its index's name must lead to the same files too.
+        """
         try:
-            found = self._file.stat()
-            if written:
-                self._log.stat()
+            found = _identity(self._file.stat())
         except FileNotFoundError as err:
             raise replaced(self._file, f"{err.filename} was removed") from None
         except OSError as err:  # of a failing disk, for example
             raise unusable_store(self._file, err) from err
-        if (found.st_dev, found.st_ino) != self._identity:
+        if found != self._identity:
             raise replaced(self._file, "another file was put in its place")
+        if written:
+            self._check_sides()
+
+    def _check_sides(self) -> None:
+        for side, known, now in zip((self._log, self._index), self._sides, self._sides_now(), strict=True):
+            if now != known and known is not None:
+                raise replaced(self._file, f"{side} was {'removed' if now is None else 'replaced'}")
+
+    def look(self) -> None:
+        """Raise ReplacedFile if the file or its log lost its name. For a thread that writes nothing."""
+        self.check(written=bool(self._connections))
+
+    def connected(self, connection: sqlite3.Connection) -> None:
+        """Note a connection that has read. The first one has opened the log, or made it."""
+        if not self._connections:
+            self.note_sides()
+        self._connections.add(id(connection))
+
+    def disconnected(self, connection: sqlite3.Connection) -> None:
+        """Forget a connection. SQLite removes the log with the last one."""
+        self._connections.discard(id(connection))
+
+    def note_sides(self) -> None:
+        """Note which files the log and its index are. None without a name: a journal that is no log has neither."""
+        self._sides = self._sides_now()
+
+    def _sides_now(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(map(self._named, (self._log, self._index)))
+
+    def _named(self, side: Path) -> tuple[int, int] | None:
+        try:
+            return _identity(side.stat())
+        except FileNotFoundError:
+            return None
+        except OSError as err:
+            raise unusable_store(self._file, err) from err
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """Read bytes of the file from offset `at`. For one thread at a time: the holder of the write lock."""
+        if self._descriptor is None:  # the engine was disposed of, and is used again
+            self._descriptor = os.open(self._file, os.O_RDONLY | NOLINK)
+        os.lseek(self._descriptor, at, os.SEEK_SET)
+        return os.read(self._descriptor, nbytes)
+
+    def close(self) -> None:
+        """Close the descriptor, after all connections are closed. Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
@@ -92,12 +153,16 @@ def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
     )
     event.listen(engine, "connect", lambda connection, _: opened.check())
     event.listen(engine, "connect", _on_connect)
+    event.listen(engine, "connect", lambda connection, _: opened.connected(connection))
+    event.listen(engine, "close", lambda connection, _: opened.disconnected(connection))
+    event.listen(engine, "engine_disposed", lambda _: opened.close())
     event.listen(engine, "begin", _on_begin)
     event.listen(engine, "commit", _on_commit)
     event.listen(engine, "reset", _on_reset)
     try:
         with errors(file):
             _create(engine, busy_ms)
+        opened.note_sides()  # a new file has its log only now
     except BaseException:
         engine.dispose()
         raise
@@ -140,6 +205,11 @@ def sparing(engine: Engine, file: Path) -> Iterator[Connection]:
             connection.exec_driver_sql("PRAGMA secure_delete=ON")
 
 
+def check_file(engine: Engine) -> None:
+    """Check that the open file still has its name. Raises ReplacedFile, or StoreError if it cannot be examined."""
+    _open_file(engine).look()
+
+
 def settle(engine: Engine, file: Path, *, idle: bool) -> None:
     """Move the log into the file. After a removal, also erase its leftovers and give the space back to the disk.
 
@@ -147,7 +217,7 @@ def settle(engine: Engine, file: Path, *, idle: bool) -> None:
     """
     with errors(file), _bare(engine) as cursor:
         if erasure.is_owed(cursor):
-            erasure.erase(cursor, file, idle=idle)
+            erasure.erase(cursor, file, _open_file(engine).read, idle=idle)
             return
         _check_growth(cursor, file)
         cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
@@ -199,8 +269,8 @@ def free_bytes(connection: Connection) -> int:
     return int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()) * PAGE_BYTES
 
 
-def _prepare(data_dir: Path, file: Path) -> os.stat_result:
-    """Make the directory (0700) and the file (0600), and return the file's identity.
+def _prepare(data_dir: Path, file: Path) -> int:
+    """Make the directory (0700) and the file (0600), and return the file's descriptor.
 
     SQLite gives its side files the mode of the file.
     """
@@ -209,14 +279,17 @@ def _prepare(data_dir: Path, file: Path) -> os.stat_result:
     if ours and others_open(data_dir):
         close_to_others(data_dir)
     # NOLINK: a link planted in a shared directory must not redirect where conversations are written.
-    os.close(os.open(file, os.O_RDWR | os.O_CREAT | NOLINK, 0o600))
-    if stat.S_IMODE(file.stat().st_mode) & 0o077:
-        file.chmod(0o600)
-    with file.open("rb") as f:
-        head = f.read(len(_HEADER))
-    if head and head != _HEADER:
-        raise StoreError(f"{file} is not a database; move it away to start with an empty one")
-    return file.stat()
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | NOLINK, 0o600)
+    try:
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
+            file.chmod(0o600)
+        head = os.read(descriptor, len(_HEADER))
+        if head and head != _HEADER:
+            raise StoreError(f"{file} is not a database; move it away to start with an empty one")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _create(engine: Engine, busy_ms: int) -> None:
@@ -252,7 +325,7 @@ def _bare(engine: Engine) -> Iterator[Any]:
 
     Raises ReplacedFile, and StoreError if the file cannot be examined meanwhile.
     """
-    engine.get_execution_options()["ssmd_file"].check()
+    _open_file(engine).check()
     connection = engine.raw_connection()
     try:
         cursor = connection.cursor()
@@ -264,6 +337,12 @@ def _bare(engine: Engine) -> Iterator[Any]:
         raise unusable_store(Path(str(engine.url.database)), err) from err
     finally:
         connection.close()
+
+
+def _open_file(engine: Engine) -> _OpenFile:
+    opened = engine.get_execution_options()["ssmd_file"]
+    assert isinstance(opened, _OpenFile)
+    return opened
 
 
 def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
@@ -278,6 +357,7 @@ def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
         "cell_size_check=ON",
     ):
         connection.execute(f"PRAGMA {setting}")
+    connection.execute("PRAGMA schema_version").fetchall()  # the first read opens the log
 
 
 def _as_it_is(data: bytes) -> str:

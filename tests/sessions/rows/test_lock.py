@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import commands
@@ -16,6 +17,7 @@ from standing import held_elsewhere
 
 from ssmd.machine.lockfile import LOCK_FILE
 from ssmd.sessions.rows.lock import DirectoryLock
+from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 
@@ -99,6 +101,44 @@ def test_a_quota_that_became_smaller(artifacts: TinyArtifacts, tmp_path: Path) -
         metrics = daemon.get("/ssmd/v1/metrics")[1]
         assert metrics["stored_bytes"] == 0
         assert metrics["checkpoints"]["left_out"] > 0
+
+
+def test_a_second_daemon_is_refused_without_the_lock_file(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """An idle daemon looks once a minute, so this comes before it made its lock again."""
+    path, data = artifacts["llama-f32"], tmp_path / "data"
+    environment = {**os.environ, "SSMD_DATA_DIR": str(data)}
+    with DaemonProcess(path, data) as daemon:
+        (data / LOCK_FILE).unlink()
+        second = commands.ssmd("serve", str(path), "--port", "0", env=environment)
+        assert (second.returncode, second.stderr.count("\n")) == (1, 1)
+        assert second.stderr.startswith("error: another ssmd daemon")
+        soon(lambda: daemon.get("/health")[0] == 200 and commands.ssmd("ps", env=environment).returncode == 0)
+        assert daemon.stop() == 0
+    DirectoryLock.take(data, "wait").release()
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["moved", "another in its place"])
+def test_a_store_that_is_moved_is_noticed_at_once(other: bool, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Also by a daemon that stores nothing just then. When the same files are back, it stores again."""
+    path, data, aside = artifacts["llama-f32"], tmp_path / "data", tmp_path / "aside"
+    asked = [{"role": "user", "content": "Tell me a story"}]
+    with DaemonProcess(path, data) as daemon:
+        assert daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        data.rename(aside)
+        if other:
+            shutil.copytree(aside, data)
+        soon(lambda: daemon.get("/health")[1].get("reason") == "replaced")
+        assert not daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        if other:
+            data.rename(tmp_path / "other")
+        aside.rename(data)
+        soon(lambda: daemon.get("/health")[1]["status"] == "ok")
+        assert daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        assert daemon.stop() == 0
+    said = (tmp_path / "data.log").read_text()
+    assert said.count("turns cannot be stored") == 1
+    with closing(Store.open(data)) as store:
+        assert len(store.sessions()) == 2
 
 
 def test_a_daemon_whose_files_are_removed(artifacts: TinyArtifacts, tmp_path: Path) -> None:
