@@ -168,7 +168,7 @@ def test_no_work_of_a_store_drops_its_locks(tmp_path: Path) -> None:
         *(lambda: export_session(store, "s", tmp_path / "s.ssmd"), store.collect, store.move_log, store.look),
         *(lambda: store.delete("gone"), store.settle),  # which erases
     ]
-    reads = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('SELECT * FROM turn').fetchall(); c.close()"
+    reads = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); [*c.execute('SELECT * FROM turn')]; c.close()"
     for work in works:
         work()
         subprocess.run([sys.executable, "-c", reads, str(data / FILE)], check=True)
