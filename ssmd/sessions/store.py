@@ -112,7 +112,7 @@ class Store:
         database.check_file(self._engine)
 
     def close(self) -> None:
-        self._engine.dispose()
+        database.close(self._engine)
 
     def commit(
         self,

@@ -155,6 +155,30 @@ def test_nothing_is_written_to_a_file_without_its_name(happened: str, anew: bool
     store.close()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="the log's index is locked there")
+@pytest.mark.parametrize("settled", [True, False], ids=["log empty", "log full"])
+def test_a_file_that_is_written_over_is_left_alone(settled: bool, tmp_path: Path) -> None:
+    """So a backup is restored by `cp`. The log would be moved into it, and ruin it."""
+    data, aside = tmp_path / "data", tmp_path / "aside"
+    store = new_store(data)
+    chat = Chat(store, "s", WIDE)
+    chat.say("t1", None, "hi", "hello")
+    store.settle()
+    shutil.copy(data / FILE, aside)
+    for i in range(2, 6):
+        chat.say(f"t{i}", f"t{i - 1}", "more", "sure")
+        if i == 4 or settled:
+            store.settle()
+        store.look()  # as the daemon does each second
+    shutil.copyfile(aside, data / FILE)
+    for work in (store.look, lambda: chat.say("t9", "t5", "more", "sure"), store.settle, store.move_log):
+        with pytest.raises(ReplacedFile, match="written over"):
+            work()
+    store.close()
+    assert (data / FILE).read_bytes() == aside.read_bytes()
+    whole(data, "t1")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="locks belong to descriptors there")
 def test_no_work_of_a_store_drops_its_locks(tmp_path: Path) -> None:
     """Another process that reads, and ends, would then take itself for the last one, and remove the log."""

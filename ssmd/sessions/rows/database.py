@@ -16,6 +16,8 @@ import json
 import os
 import sqlite3
 import stat
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -37,6 +39,8 @@ PAGE_BYTES = 16384
 _LOG_PAGES = (128 << 20) // PAGE_BYTES
 _PAGES_AT_ONCE = 64
 _HEADER = b"SQLite format 3\x00"
+_FILE_HEADER_BYTES = 100  # with the number of pages, of free ones, and of changes
+_INDEX_HEADER_BYTES = 136  # https://www.sqlite.org/walformat.html#the_wal_index_header
 
 
 class _Connection(sqlite3.Connection):
@@ -55,9 +59,11 @@ class _Connection(sqlite3.Connection):
 class _OpenFile:
     """The database file and its log as an engine opened them, so that their removal or replacement is noticed.
 
-    Each `stat` call costs a microsecond or two. Writes to a file without a name are lost when the process ends.
+    Each `stat` call costs some microseconds. Writes to a file without a name are lost when the process ends. Writes to
+    a file that another program wrote over (`cp` of a backup) ruin it. Only a move of the log changes the file, and
+    the log's index counts the moves: a file that changed without one was written over.
 
-    The descriptor stays open until SQLite has closed its own. POSIX drops all locks of a process on a file when the
+    Descriptors stay open until SQLite has closed its own. POSIX drops all locks of a process on a file when the
     process closes any descriptor of that file. Another process would then take itself for the last one, and remove
     the log.
     """
@@ -70,6 +76,10 @@ class _OpenFile:
         self._identity = _identity(os.fstat(descriptor))
         self._sides: tuple[tuple[int, int] | None, ...] = (None, None)
         self._connections: set[int] = set()
+        self._counter: tuple[int, os.stat_result] | None = None  # the log's index: its descriptor, and its file
+        self._seen: tuple[bytes, bytes] | None = None  # as `_content` returned it last
+        self._overwritten = False
+        self._lock = threading.Lock()  # for the descriptors, and for what was seen
 
     def check(self, *, written: bool = False) -> None:
         """Raise ReplacedFile unless the name leads to the same file.
@@ -86,6 +96,41 @@ class _OpenFile:
             raise replaced(self._file, "another file was put in its place")
         if written:
             self._check_sides()
+        self._check_content()
+
+    def _check_content(self) -> None:
+        with self._lock:
+            found, seen = self._content(), self._seen
+            if found is not None:
+                self._overwritten |= seen is not None and seen[0] == found[0] and seen[1] != found[1]
+                self._seen = found
+        if self._overwritten:
+            raise replaced(self._file, "another file was written over it", "restart the daemon to use that one")
+
+    def note_content(self) -> None:
+        """Note the file as it is after a move of the log. Raises StoreError."""
+        with self._lock:
+            self._seen = self._content()
+
+    def _content(self) -> tuple[bytes, bytes] | None:
+        """Return (moves of the log so far, beginning and size of the file); None if that is unknown just now."""
+        if self._counter is None or self._descriptor is None:
+            return None
+        try:
+            moves = self._moves(self._counter[0])
+            beginning = _read(self._descriptor, 0, _FILE_HEADER_BYTES)
+            size = os.fstat(self._descriptor).st_size
+            again = self._moves(self._counter[0])
+        except OSError as err:
+            raise unusable_store(self._file, err) from err
+        return None if moves is None or moves != again else (moves, beginning + size.to_bytes(8, "big"))
+
+    @staticmethod
+    def _moves(index: int) -> bytes | None:
+        """Return the log's salts and how much of it was moved into the file; None while more of it is being moved."""
+        raw = _read(index, 0, _INDEX_HEADER_BYTES)
+        salts, moved, moving = raw[32:40], raw[96:100], raw[128:132]
+        return salts + moved if moved == moving and len(raw) == _INDEX_HEADER_BYTES else None
 
     def _check_sides(self) -> None:
         for side, known, now in zip((self._log, self._index), self._sides, self._sides_now(), strict=True):
@@ -108,7 +153,18 @@ class _OpenFile:
 
     def note_sides(self) -> None:
         """Note which files the log and its index are. None without a name: a journal that is no log has neither."""
-        self._sides = self._sides_now()
+        with self._lock:
+            self._sides = self._sides_now()
+            self._open_counter()
+
+    def _open_counter(self) -> None:
+        if self._counter is not None and _identity(self._counter[1]) != self._sides[1]:  # of earlier connections
+            os.close(self._counter[0])
+            self._counter = self._seen = None
+        if self._counter is None and self._sides[1] is not None and sys.platform != "win32":  # it is locked there
+            with contextlib.suppress(OSError):  # it was removed this moment, which `check` notices
+                index = os.open(self._index, os.O_RDONLY | NOLINK)
+                self._counter = index, os.fstat(index)
 
     def _sides_now(self) -> tuple[tuple[int, int] | None, ...]:
         return tuple(map(self._named, (self._log, self._index)))
@@ -123,16 +179,33 @@ class _OpenFile:
 
     def read(self, at: int, nbytes: int) -> bytes:
         """Read bytes of the file from offset `at`. For one thread at a time: the holder of the write lock."""
-        if self._descriptor is None:  # the engine was disposed of, and is used again
-            self._descriptor = os.open(self._file, os.O_RDONLY | NOLINK)
-        os.lseek(self._descriptor, at, os.SEEK_SET)
-        return os.read(self._descriptor, nbytes)
+        with self._lock:
+            if self._descriptor is None:  # the engine was disposed of, and is used again
+                self._descriptor = os.open(self._file, os.O_RDONLY | NOLINK)
+            return _read(self._descriptor, at, nbytes)
+
+    def leave(self) -> None:
+        """Empty the log of a file that was written over: SQLite would else move it into that file, and ruin it."""
+        with contextlib.suppress(StoreError):
+            self.look()
+        with contextlib.suppress(StoreError, OSError):
+            if self._overwritten and self._named(self._log) == self._sides[0]:
+                os.truncate(self._log, 0)
 
     def close(self) -> None:
-        """Close the descriptor, after all connections are closed. Idempotent."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Close the descriptors if all connections are closed. Idempotent."""
+        with self._lock:
+            if self._connections:  # of a thread that still reads, while the process ends
+                return
+            for descriptor in (self._descriptor, None if self._counter is None else self._counter[0]):
+                if descriptor is not None:
+                    os.close(descriptor)
+            self._descriptor = self._counter = self._seen = None
+
+
+def _read(descriptor: int, at: int, nbytes: int) -> bytes:
+    os.lseek(descriptor, at, os.SEEK_SET)
+    return os.read(descriptor, nbytes)
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -209,6 +282,12 @@ def sparing(engine: Engine, file: Path) -> Iterator[Connection]:
 def check_file(engine: Engine) -> None:
     """Check that the open file still has its name. Raises ReplacedFile, or StoreError if it cannot be examined."""
     _open_file(engine).look()
+
+
+def close(engine: Engine) -> None:
+    """Close all connections, and the file."""
+    _open_file(engine).leave()
+    engine.dispose()
 
 
 def settle(engine: Engine, file: Path, *, idle: bool) -> None:
@@ -332,6 +411,7 @@ def _bare(engine: Engine) -> Iterator[Any]:
         cursor = connection.cursor()
         try:
             yield cursor
+            _open_file(engine).note_content()
         finally:
             cursor.close()
     except OSError as err:
@@ -448,10 +528,11 @@ def _error(err: BaseException | None, file: Path) -> StoreError:
     return kind(_explain(err, code, file))
 
 
-def replaced(file: Path, happened: str) -> ReplacedFile:
+def replaced(
+    file: Path, happened: str, advice: str = "put the old files back, or restart the daemon to use the present ones"
+) -> ReplacedFile:
     return ReplacedFile(
-        f"session store {file}: {happened} while it was in use, so nothing is written any more; "
-        "put the old files back, or restart the daemon to use the present ones"
+        f"session store {file}: {happened} while it was in use, so nothing is written any more; {advice}"
     )
 
 

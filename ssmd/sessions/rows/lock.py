@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
-from ssmd.machine.lockfile import LOCK_FILE, lock, named
+from ssmd.machine.lockfile import LOCK_FILE, lock, lock_directory, named
 from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.turn import StoreError
 
@@ -102,23 +101,11 @@ def _lock_file(data_dir: Path, advice: str) -> int:
 
 
 def _lock_folder(data_dir: Path, advice: str) -> int | None:
-    """Lock the directory itself, and return its descriptor; None if the system cannot. Raises StoreError.
-
-    Windows lets no program remove an open lock file. Network file systems lock files that are open for writing only.
-    """
-    if sys.platform == "win32":
-        return None
-    with contextlib.suppress(OSError):
-        descriptor = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if lock(descriptor):
-                return descriptor
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-        raise _held(data_dir, 0, advice)
-    return None
+    """Lock the directory itself, and return its descriptor; None if the system cannot. Raises StoreError."""
+    try:
+        return lock_directory(data_dir)
+    except BlockingIOError as err:
+        raise _held(data_dir, 0, advice) from err
 
 
 def _held(data_dir: Path, holder: int, advice: str) -> StoreError:
