@@ -169,7 +169,6 @@ def test_a_file_that_is_written_over_is_left_alone(settled: bool, tmp_path: Path
         chat.say(f"t{i}", f"t{i - 1}", "more", "sure")
         if i == 4 or settled:
             store.settle()
-        store.look()  # as the daemon does each second
     shutil.copyfile(aside, data / FILE)
     for work in (store.look, lambda: chat.say("t9", "t5", "more", "sure"), store.settle, store.move_log):
         with pytest.raises(ReplacedFile, match="written over"):

@@ -39,6 +39,7 @@ PAGE_BYTES = 16384
 _LOG_PAGES = (128 << 20) // PAGE_BYTES
 _PAGES_AT_ONCE = 64
 _HEADER = b"SQLite format 3\x00"
+_READ = "PRAGMA schema_version"
 _FILE_HEADER_BYTES = 100  # with the number of pages, of free ones, and of changes
 _INDEX_HEADER_BYTES = 136  # https://www.sqlite.org/walformat.html#the_wal_index_header
 
@@ -108,9 +109,11 @@ class _OpenFile:
             raise replaced(self._file, "another file was written over it", "restart the daemon to use that one")
 
     def note_content(self) -> None:
-        """Note the file as it is after a move of the log. Raises StoreError."""
+        """Note the file as it is after a commit, or a move of the log. Never raises."""
         with self._lock:
-            self._seen = self._content()
+            self._seen = None
+            with contextlib.suppress(StoreError):
+                self._seen = self._content()
 
     def _content(self) -> tuple[bytes, bytes] | None:
         """Return (moves of the log so far, beginning and size of the file); None if that is unknown just now."""
@@ -236,7 +239,9 @@ def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
     try:
         with errors(file):
             _create(engine, busy_ms)
-        opened.note_sides()  # a new file has its log only now
+            with _bare(engine) as cursor:
+                cursor.execute(_READ).fetchall()  # a new file has its log only now
+                opened.note_sides()
     except BaseException:
         engine.dispose()
         raise
@@ -258,6 +263,7 @@ def writing(engine: Engine, file: Path) -> Iterator[Connection]:
             connection = connection.execution_options(ssmd_write=True)
             with connection.begin():
                 yield connection
+        _open_file(engine).note_content()  # a commit that found a long log has moved it
     except DiskFull:  # the failed rows stand in the log, and others need the space
         with contextlib.suppress(StoreError):
             shorten_log(engine, file)
@@ -438,7 +444,7 @@ def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
         "cell_size_check=ON",
     ):
         connection.execute(f"PRAGMA {setting}")
-    connection.execute("PRAGMA schema_version").fetchall()  # the first read opens the log
+    connection.execute(_READ).fetchall()  # the first read opens the log
 
 
 def _as_it_is(data: bytes) -> str:
@@ -447,8 +453,11 @@ def _as_it_is(data: bytes) -> str:
 
 
 def _on_begin(connection: Connection) -> None:
-    write = connection.get_execution_options().get("ssmd_write", False)
+    options = connection.get_execution_options()
+    write = options.get("ssmd_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+    if write:  # the first row that is written may begin the log anew
+        options["ssmd_file"].check()
 
 
 def _on_commit(connection: Connection) -> None:

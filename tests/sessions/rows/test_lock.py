@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from forked import DaemonProcess
 from standing import held_elsewhere
 
 from ssmd.machine.lockfile import LOCK_FILE
+from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -141,10 +144,37 @@ def test_a_store_that_is_moved_is_noticed_at_once(other: bool, artifacts: TinyAr
         assert len(store.sessions()) == 2
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="the log's index is locked there")
+def test_a_backup_that_is_copied_over_a_store_stays_whole(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """The daemon keeps the file open, under the same inode. Restarted, it goes on from the backup."""
+    path, data, backup = artifacts["llama-f32"], tmp_path / "data", tmp_path / "backup"
+    asked = [{"role": "user", "content": "Tell me a story"}]
+    with DaemonProcess(path, data) as daemon:
+        kept = daemon.chat(asked, max_tokens=4).session
+        done = commands.ssmd("backup", str(backup), env={**os.environ, "SSMD_DATA_DIR": str(data)})
+        assert done.returncode == 0, done.stderr
+        for _ in range(3):
+            assert daemon.chat(asked, max_tokens=40).usage["ssmd"]["stored"]
+        shutil.copyfile(backup / FILE, data / FILE)
+        assert not daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        soon(lambda: daemon.get("/health")[1].get("reason") == "replaced")
+        assert daemon.stop() == 0
+        assert (data / FILE).read_bytes() == (backup / FILE).read_bytes()
+        daemon.start()
+        assert [one["id"] for one in daemon.get("/ssmd/v1/sessions")[1]["data"]] == [kept]
+        assert daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+    assert check(data).damages == ()
+
+
 def test_a_daemon_whose_files_are_removed(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     """It locks the directory again, so that a second one is refused; without its database no turn is called stored."""
     path, data = artifacts["llama-f32"], tmp_path / "data"
     asked = [{"role": "user", "content": "Tell me a story"}]
+    with DaemonProcess(path, tmp_path / "other") as daemon:
+        assert daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        (tmp_path / "other" / f"{FILE}-wal").unlink()
+        assert not daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        assert daemon.stop() == 0
     with DaemonProcess(path, data) as daemon:
         (data / LOCK_FILE).unlink()
         soon(lambda: daemon.get("/health")[0] == 200 and (data / LOCK_FILE).exists())
