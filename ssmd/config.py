@@ -179,7 +179,7 @@ class Settings(BaseSettings):
     )
     core_dumps: bool = Field(
         False,
-        description="let a crash write the daemon's memory into a core file; for developers of runtimes",
+        description="let a crash write a process's memory into a core file; for developers of runtimes",
     )
 
     def __init__(self, **flags: Any) -> None:

@@ -179,6 +179,7 @@ def serve(
     async def look() -> None:
         if home is not None:
             home.look()
+        host.look()
 
     access = AccessLog.of(settings)
     config = uvicorn.Config(

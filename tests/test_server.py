@@ -150,7 +150,10 @@ def test_it_names_its_page_and_the_command(artifact: Path, tmp_path: Path) -> No
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_crash_writes_no_memory_to_a_disk(artifact: Path, tmp_path: Path) -> None:
     """A core file would hold what was removed, and the daemon's token."""
-    unlimited = "import resource as r; r.setrlimit(r.RLIMIT_CORE, (r.getrlimit(r.RLIMIT_CORE)[1],) * 2)"
+    unlimited = (
+        "import os, resource as r; r.setrlimit(r.RLIMIT_CORE, (r.getrlimit(r.RLIMIT_CORE)[1],) * 2); "
+        f"os.chdir({str(tmp_path)!r})"
+    )
     for setting, limit in (("false", ["0", "0"]), ("true", None)):
         extra = {"SSMD_CORE_DUMPS": setting}
         with running(tmp_path, str(artifact), extra=extra, before=unlimited) as (process, _):
@@ -159,6 +162,23 @@ def test_a_crash_writes_no_memory_to_a_disk(artifact: Path, tmp_path: Path) -> N
             filtered = int((proc / "coredump_filter").read_text(), 16) == 0
             assert filtered == (setting == "false")
             assert limit is None or limits.split()[4:6] == limit
+            if limit is not None:
+                os.kill(process.pid, signal.SIGSEGV)
+                assert process.wait(20) == -signal.SIGSEGV
+    assert [one for one in tmp_path.iterdir() if one.name.startswith("core")] == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no core files")
+def test_a_crash_of_a_command_writes_no_memory_to_a_disk(artifact: Path, tmp_path: Path) -> None:
+    """Commands that read sessions hold their text too, and `run` without a daemon holds all that a daemon holds."""
+    before = (
+        "import atexit, resource as r; r.setrlimit(r.RLIMIT_CORE, (r.getrlimit(r.RLIMIT_CORE)[1],) * 2); "
+        "atexit.register(lambda: print('limit:', *r.getrlimit(r.RLIMIT_CORE)))"
+    )
+    for words in (("run", str(artifact), "Hi", "--max-tokens", "2"), ("session", "list")):
+        done = commands.ssmd(*words, env=environment(tmp_path), before=before)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("limit: 0 0\n")
 
 
 def test_it_sleeps_while_nobody_is_connected(artifact: Path, tmp_path: Path) -> None:

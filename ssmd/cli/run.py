@@ -76,6 +76,7 @@ def run(
     from ssmd.cli.chat.talk import Talk
     from ssmd.cli.chat.terminal import Screen, show_thinking
     from ssmd.config import Settings
+    from ssmd.machine.confinement import forbid_core_dumps
     from ssmd.machine.size import show_size
     from ssmd.machine.spelling import printable
 
@@ -106,6 +107,8 @@ def run(
         runtime=runtime,
         threads=threads,
     )
+    if not settings.core_dumps:
+        forbid_core_dumps()
     if not sys.stdin.isatty():
         text = _stdin(asked=prompt is not None)
         if prompt is not None and text.strip():  # in a `while read` loop this is the rest of the loop's lines

@@ -40,9 +40,12 @@ Ids = Annotated[
 def open_store(data_dir: Path | None) -> Iterator[Store]:
     """Open the store while the command runs."""
     from ssmd.config import Settings
+    from ssmd.machine.confinement import forbid_core_dumps
     from ssmd.sessions.store import Store
 
     settings = Settings(data_dir=data_dir)
+    if not settings.core_dumps:
+        forbid_core_dumps()
     settings.prepare()
     store = Store.open(settings.data_dir, busy_ms=BUSY_MS, quota=settings.quota)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ssmd.daemon import discovery
 from ssmd.daemon.logfile import LogFile
-from ssmd.machine.lockfile import LOCK_FILE
+from ssmd.machine.lockfile import LOCK_FILE, holder
 from ssmd.sessions.rows.lock import DirectoryLock
 from ssmd.sessions.turn import StoreError
 
@@ -38,7 +38,9 @@ class Home:
 
     def look(self) -> None:
         """Restore the lock and the daemon's address file if another program removed them. Costs two `stat` calls."""
-        if not (self._beside or self.lock.is_in_place()):
+        if self.lock.is_in_place():
+            self._beside = False
+        else:
             self._lock_again()
         if self._beside:  # the file is the other daemon's
             return
@@ -48,14 +50,18 @@ class Home:
     def _lock_again(self) -> None:
         if not self.data_dir.is_dir():  # there is nothing to lock, and the store reports it
             return
-        file, lost = self.data_dir / LOCK_FILE, self.lock
+        file = self.data_dir / LOCK_FILE
+        with contextlib.suppress(OSError):
+            if self._beside and holder(file) is not None:
+                return
         try:
-            self.lock = DirectoryLock.take(self.data_dir, "stop one of the two")
+            self.lock.retake("stop one of the two")
         except StoreError as err:
+            if not self._beside:
+                log.error("%s was removed, and cannot be locked again: %s", file, err)
             self._beside = True
-            log.error("%s was removed, and cannot be locked again: %s", file, err)
             return
-        lost.release()
+        self._beside = False
         log.warning("%s was removed; it is made and locked again", file)
 
     def _announce(self, address: discovery.Address) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 import xxhash
 
 from ssmd.machine import homes
-from ssmd.machine.privatefile import PLAIN, read_own
+from ssmd.machine.folder import make_private
+from ssmd.machine.privatefile import PLAIN, others_write, owned, read_own
 
 log = logging.getLogger(__name__)
+_warned: set[Path] = set()  # folders that the log has named
 _HELD = sys.platform == "win32"  # an open file can be neither renamed nor removed
 _BLOCK = 1 << 20  # bytes per read; a block fits the processor's cache
 _SEAL_BYTES = 4096  # most bytes of a seal
@@ -25,8 +27,42 @@ BUILD = 24  # digits of a build's hash that begin the names of its cached files
 
 
 def cache_folder() -> Path:
-    """Return the folder of caches: SSMD_CACHE_DIR, else the user's own."""
-    return Path(os.environ.get("SSMD_CACHE_DIR") or homes.caches())
+    """Return the folder of caches: SSMD_CACHE_DIR, else the user's own.
+
+    Weights are mapped from it, and a seal shows damage, not forgery. So if another user could write there, a folder
+    with the user's data takes its place. If that one cannot be trusted either, the path leads nowhere: no cache.
+    """
+    chosen = Path(os.environ.get("SSMD_CACHE_DIR") or homes.caches())
+    problem = _distrust(chosen)
+    if not problem:
+        return chosen
+    private, instead = _data_folder() / "cache", ""
+    with contextlib.suppress(OSError):
+        make_private(private)
+        instead = "" if _distrust(private) else f"{private} is used instead"
+    if chosen not in _warned:
+        _warned.add(chosen)
+        log.warning(
+            "the cache folder %s is not used: %s; %s. Set SSMD_CACHE_DIR to a folder of your own",
+            *(chosen, problem, instead or "models load slower without one"),
+        )
+    return private if instead else Path(os.devnull) / "cache"
+
+
+def _distrust(folder: Path) -> str:
+    """Return why another user could have written into a folder or the folders in it; "" if none could."""
+    with contextlib.suppress(OSError):  # there is none, or it cannot be read: then nothing is read from it
+        for one in (folder, *(entry for entry in folder.iterdir() if entry.is_dir())):
+            found = one.stat()
+            if not owned(found):
+                return f"{one} belongs to user {found.st_uid}"
+            if others_write(found):
+                return f"every user of this computer can write to {one} (look it through, then: chmod 700 {one})"
+    return ""
+
+
+def _data_folder() -> Path:
+    return Path(os.environ.get("SSMD_DATA_DIR") or homes.data())
 
 
 def tunings() -> Path:
@@ -34,7 +70,7 @@ def tunings() -> Path:
 
     An exact resume needs them, so they are with the user's data: a cache may be emptied.
     """
-    return Path(os.environ.get("SSMD_DATA_DIR") or homes.data()) / "tunings"
+    return _data_folder() / "tunings"
 
 
 def forget(build: str) -> None:

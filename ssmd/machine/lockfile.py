@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from ssmd.machine.privatefile import NOFOLLOW
+from ssmd.machine.privatefile import NOFOLLOW, PLAIN
 
 LOCK_FILE = "daemon.lock"  # of a data directory
 TRIES = 25  # most tries to take the lock, or to look at it; a process that looks holds it for a moment
@@ -26,6 +26,29 @@ def lock(descriptor: int) -> bool:
         if left:
             time.sleep(_BETWEEN_S)
     return False
+
+
+def lock_directory(folder: Path) -> int | None:
+    """Lock a directory for this process. Returns its descriptor; None if the system cannot lock directories.
+
+    Raises BlockingIOError if another process keeps holding it. Windows lets no program remove an open lock file, so it
+    needs no such lock. Network file systems lock files that are open for writing only.
+    """
+    if sys.platform == "win32":
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | PLAIN)
+    except OSError:
+        return None
+    try:
+        locked = lock(descriptor)
+    except OSError:
+        os.close(descriptor)
+        return None
+    if not locked:
+        os.close(descriptor)
+        raise BlockingIOError(errno.EWOULDBLOCK, "another process has locked it", str(folder))
+    return descriptor
 
 
 def named(descriptor: int) -> int:

@@ -112,8 +112,12 @@ class Store:
         """Return True if this process locks out all others, as its file system has no memory that they share."""
         return database.is_alone(self._engine)
 
+    def look(self) -> None:
+        """Check that the open file still has its name, with a few `stat` calls. Raises ReplacedFile if it has not."""
+        database.check_file(self._engine)
+
     def close(self) -> None:
-        self._engine.dispose()
+        database.close(self._engine)
 
     def commit(
         self,

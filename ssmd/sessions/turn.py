@@ -14,6 +14,7 @@ from ssmd.text.messages import Message
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_TITLE = 200  # characters
+BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # Bidi_Control of Unicode
 _BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol that are drawn as nothing
 
 
@@ -140,8 +141,8 @@ def title_problem(title: str) -> str:
     """Return why a text cannot be a session's title, to follow the word "title"; "" if it can."""
     if len(title) > MAX_TITLE or not any(unicodedata.category(c)[0] not in "CMZ" and c not in _BLANK for c in title):
         return f"must have 1 to {MAX_TITLE} characters, at least one of them visible"
-    if any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in title):
-        return "must not have control characters or line breaks"
+    if any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in BIDI for c in title):
+        return "must not have control characters, line breaks, or characters that change the direction of text"
     return ""
 
 

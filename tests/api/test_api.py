@@ -204,7 +204,7 @@ def test_a_session_gets_a_title(tiny: Daemon) -> None:
     assert tiny.served.ask("GET", path).json["title"] == "Ein <b>Name</b>"
     again = tiny.served.ask("PATCH", path, {"title": None}).json
     assert (again["title"], again["pinned"]) == ("a conversation to name", True)
-    for title in ("", "   ", "x" * 201, "a\nb", "\x1b[31m", 5, ["x"]):
+    for title in ("", "   ", "x" * 201, "a\nb", "\x1b[31m", "a\u202eb", 5, ["x"]):
         refused = tiny.served.ask("PATCH", path, {"pinned": False, "title": title})
         assert (refused.status, refused.error["param"]) == (400, "title"), title
     assert tiny.served.ask("GET", path).json["pinned"] is True

@@ -14,7 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,6 +112,8 @@ def test_a_folder_that_cannot_be_looked_into_is_a_store_error(tmp_path: Path) ->
         ("folder removed", False),
         ("file replaced", False),
         ("log removed", False),
+        ("log replaced", False),
+        ("index removed", False),
         ("folder removed", True),
         ("file replaced", True),
     ],
@@ -128,22 +130,76 @@ def test_nothing_is_written_to_a_file_without_its_name(happened: str, anew: bool
         shutil.copytree(data, aside)
         (data / FILE).unlink()
         shutil.copy(aside / FILE, data / FILE)
+    elif happened == "index removed":
+        (data / f"{FILE}-shm").unlink()
     else:
         (data / f"{FILE}-wal").unlink()
+        if happened == "log replaced":
+            (data / f"{FILE}-wal").touch(0o600)
     for _ in range(2):
         if anew:
             store._engine.dispose()
         with pytest.raises(ReplacedFile, match="while it was in use"):
             chat.say("t2", "t1", "more", "sure")
-    if happened != "log removed":
+    if happened.startswith("f"):
         with pytest.raises(ReplacedFile):
             store.settle()
+    if not anew:
+        with pytest.raises(ReplacedFile):
+            store.look()
     if happened == "folder removed":
         aside.rename(data)
         chat.say("t2", "t1", "more", "sure")
         store.close()
         whole(data, "t1", "t2")
     store.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the log's index is locked there")
+@pytest.mark.parametrize("settled", [True, False], ids=["log empty", "log full"])
+def test_a_file_that_is_written_over_is_left_alone(settled: bool, tmp_path: Path) -> None:
+    """So a backup is restored by `cp`. The log would be moved into it, and ruin it."""
+    data, aside = tmp_path / "data", tmp_path / "aside"
+    store = new_store(data)
+    chat = Chat(store, "s", WIDE)
+    chat.say("t1", None, "hi", "hello")
+    store.settle()
+    shutil.copy(data / FILE, aside)
+    for i in range(2, 6):
+        chat.say(f"t{i}", f"t{i - 1}", "more", "sure")
+        if i == 4 or settled:
+            store.settle()
+    shutil.copyfile(aside, data / FILE)
+    for work in (store.look, lambda: chat.say("t9", "t5", "more", "sure"), store.settle, store.move_log):
+        with pytest.raises(ReplacedFile, match="written over"):
+            work()
+    store.close()
+    assert (data / FILE).read_bytes() == aside.read_bytes()
+    whole(data, "t1")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="locks belong to descriptors there")
+def test_no_work_of_a_store_drops_its_locks(tmp_path: Path) -> None:
+    """Another process that reads, and ends, would then take itself for the last one, and remove the log."""
+    data = tmp_path / "data"
+    store = new_store(data)
+    chat = Chat(store, "s")
+    chat.say("t1", None, "hi", "hello")
+    Chat(store, "gone").say("g1", None, "hi", "hello")
+    works: list[Callable[[], object]] = [
+        *(lambda: store.rename("s", "a title"), store.sessions, lambda: store.search("hi", 1)),
+        *(lambda: export_session(store, "s", tmp_path / "s.ssmd"), store.collect, store.move_log, store.look),
+        *(lambda: store.delete("gone"), store.settle),  # which erases
+    ]
+    reads = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); [*c.execute('SELECT * FROM turn')]; c.close()"
+    for work in works:
+        work()
+        subprocess.run([sys.executable, "-c", reads, str(data / FILE)], check=True)
+        assert (data / f"{FILE}-wal").exists()
+    chat.say("t2", "t1", "more", "sure")
+    store.close()
+    assert not (data / f"{FILE}-wal").exists()
+    whole(data, "t1", "t2")
 
 
 def test_full(tmp_path: Path) -> None:

@@ -208,12 +208,21 @@ def test_a_title_is_given_and_taken_back(talks: Store) -> None:
         "a\u2028b",
         "\udcff",
         "\x85",
+        *(f"a{c}b" for c in "\x7f\x9b\u061c\u200e\u200f\u202a\u202e\u2066\u2069"),
     ],
 )
 def test_what_is_no_title(title: str, talks: Store) -> None:
     with pytest.raises(StoreError, match="a title must"):
         talks.rename("a", title)
     assert talks.session("a").title == "What is the capital of France?"
+
+
+def test_a_first_message_gives_a_title_that_steers_nothing(store: Store) -> None:
+    said = "\u2067 \x00 Is\u202e this\x9b2J \x1b[31m\u200fred?\u2069\x7f 日本 é 👩\u200d🚀"
+    Chat(store, "a").say("a1", None, said, "yes")
+    title = store.session("a").title
+    assert title == "Is this2J [31mred? 日本 é 👩\u200d🚀"
+    assert store.rename("a", title).title == store.rename("a", None).title == title
 
 
 @pytest.mark.parametrize(

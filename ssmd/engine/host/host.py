@@ -79,6 +79,11 @@ class Host:
         """Return the code for why turns are not fully stored; "" if they are, or if none are to be."""
         return "" if self.writer is None else self.writer.condition.reason
 
+    def look(self) -> None:
+        """Note if the store's file lost its name, before a turn fails of it. Costs a few `stat` calls."""
+        if self.writer is not None:
+            self.writer.look()
+
     @property
     def working(self) -> bool:
         """Return True if the worker of any loaded model runs."""

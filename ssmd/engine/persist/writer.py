@@ -17,7 +17,7 @@ from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, encode
-from ssmd.sessions.rows.database import DiskFull, StoreLocked
+from ssmd.sessions.rows.database import DiskFull, ReplacedFile, StoreLocked
 from ssmd.sessions.store import CommitResult, Patience, Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, TurnRemoved
 from ssmd.text.messages import Message
@@ -205,6 +205,7 @@ class Writer:
         self._garbage = False  # memory to give back
         self._logged = 0  # bytes of states that stand in the log
         self._pace = Pace()
+        self._noticed = ""  # the fault that the last look found
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
         self._thread.start()
 
@@ -454,6 +455,18 @@ class Writer:
         self.flush()
         return self.store.reply(key)
 
+    def look(self) -> None:
+        """Note in the store's health if its file was removed, replaced or put back. From any thread; takes 10 µs."""
+        try:
+            self.store.look()
+        except StoreError as err:
+            self._noticed = err.reason
+            self.condition.noticed(err)
+        else:
+            if self.condition.reason in (self._noticed, ReplacedFile.reason):
+                self.condition.well()
+            self._noticed = ""
+
     def flush(self) -> None:
         """Wait until all earlier work is done or has failed."""
         done = threading.Event()
@@ -537,9 +550,15 @@ class StoreHealth:
             return
         if turns:
             self._metrics.turns_not_stored(err.reason, turns)
+        self._note(err, "a turn was not stored" if turns else "the states of a turn were not stored, its text was")
+
+    def noticed(self, err: StoreError) -> None:
+        """Note a fault that was found before a turn failed of it."""
+        self._note(err, "turns cannot be stored")
+
+    def _note(self, err: StoreError, what: str) -> None:
         with self._lock:
             known, self._reason = self._reason == err.reason, err.reason
-        what = "a turn was not stored" if turns else "the states of a turn were not stored, its text was"
         if known:
             log.debug("%s again: %s", what, err)
         else:

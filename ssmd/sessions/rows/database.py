@@ -18,6 +18,7 @@ import os
 import sqlite3
 import stat
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -42,6 +43,9 @@ _LOG_PAGES = (128 << 20) // PAGE_BYTES
 _PAGES_AT_ONCE = 64
 _MOVE = "move the data directory to a local disk, and name it with --data-dir or SSMD_DATA_DIR"
 _HEADER = b"SQLite format 3\x00"
+_READ = "PRAGMA schema_version"
+_FILE_HEADER_BYTES = 100  # with the number of pages, of free ones, and of changes
+_INDEX_HEADER_BYTES = 136  # https://www.sqlite.org/walformat.html#the_wal_index_header
 
 
 class _Connection(sqlite3.Connection):
@@ -58,28 +62,161 @@ class _Connection(sqlite3.Connection):
 
 
 class _OpenFile:
-    """The identity of a file when it was opened, so that its removal or replacement is noticed.
+    """The database file and its log as an engine opened them, so that their removal or replacement is noticed.
 
-    Two `stat` calls cost microseconds. Writes to a file without a name are lost when the process ends.
+    Each `stat` call costs some microseconds. Writes to a file without a name are lost when the process ends. Writes to
+    a file that another program wrote over (`cp` of a backup) ruin it. Only a move of the log changes the file, and
+    the log's index counts the moves: a file that changed without one was written over.
+
+    Descriptors stay open until SQLite has closed its own. POSIX drops all locks of a process on a file when the
+    process closes any descriptor of that file. Another process would then take itself for the last one, and remove
+    the log.
     """
 
-    def __init__(self, file: Path, found: os.stat_result) -> None:
+    def __init__(self, file: Path, descriptor: int) -> None:
         self._file = file
-        self._log = file.with_name(f"{file.name}-wal")
-        self._identity = (found.st_dev, found.st_ino)
+        self._path = str(file)  # `Path.stat` takes twice the time
+        self._log, self._index = f"{file}-wal", f"{file}-shm"
+        self._descriptor: int | None = descriptor
+        self._identity = _identity(os.fstat(descriptor))
+        self._sides: tuple[tuple[int, int] | None, ...] = (None, None)
+        self._connections: set[int] = set()
+        self._counter: tuple[int, os.stat_result] | None = None  # the log's index: its descriptor, and its file
+        self._seen: tuple[bytes, bytes] | None = None  # as `_content` returned it last
+        self._overwritten = False
+        self._lock = threading.Lock()  # for the descriptors, and for what was seen
 
     def check(self, *, written: bool = False) -> None:
-        """Raise ReplacedFile unless the name leads to the same file. written: its log must exist too."""
+        """Raise ReplacedFile unless the name leads to the same file.
+
+        written: a connection has the log open, so its name and its index's name must lead to the same files too.
+        """
         try:
-            found = self._file.stat()
-            if written:
-                self._log.stat()
+            found = _identity(os.stat(self._path))
         except FileNotFoundError as err:
             raise replaced(self._file, f"{err.filename} was removed") from None
         except OSError as err:  # of a failing disk, for example
             raise unusable_store(self._file, err) from err
-        if (found.st_dev, found.st_ino) != self._identity:
+        if found != self._identity:
             raise replaced(self._file, "another file was put in its place")
+        if written:
+            self._check_sides()
+        self._check_content()
+
+    def _check_content(self) -> None:
+        with self._lock:
+            found, seen = self._content(), self._seen
+            if found is not None:
+                self._overwritten |= seen is not None and seen[0] == found[0] and seen[1] != found[1]
+                self._seen = found
+        if self._overwritten:
+            raise replaced(self._file, "another file was written over it", "restart the daemon to use that one")
+
+    def note_content(self) -> None:
+        """Note the file as it is after a commit, or a move of the log. Never raises."""
+        with self._lock:
+            self._seen = None
+            with contextlib.suppress(StoreError):
+                self._seen = self._content()
+
+    def _content(self) -> tuple[bytes, bytes] | None:
+        """Return (moves of the log so far, beginning and size of the file); None if that is unknown just now."""
+        if self._counter is None or self._descriptor is None:
+            return None
+        try:
+            moves = self._moves(self._counter[0])
+            beginning = _read(self._descriptor, 0, _FILE_HEADER_BYTES)
+            size = os.fstat(self._descriptor).st_size
+            again = self._moves(self._counter[0])
+        except OSError as err:
+            raise unusable_store(self._file, err) from err
+        return None if moves is None or moves != again else (moves, beginning + size.to_bytes(8, "big"))
+
+    @staticmethod
+    def _moves(index: int) -> bytes | None:
+        """Return the log's salts and how much of it was moved into the file; None while more of it is being moved."""
+        raw = _read(index, 0, _INDEX_HEADER_BYTES)
+        salts, moved, moving = raw[32:40], raw[96:100], raw[128:132]
+        return salts + moved if moved == moving and len(raw) == _INDEX_HEADER_BYTES else None
+
+    def _check_sides(self) -> None:
+        for side, known, now in zip((self._log, self._index), self._sides, self._sides_now(), strict=True):
+            if now != known and known is not None:
+                raise replaced(self._file, f"{side} was {'removed' if now is None else 'replaced'}")
+
+    def look(self) -> None:
+        """Raise ReplacedFile if the file or its log lost its name. For a thread that writes nothing."""
+        self.check(written=bool(self._connections))
+
+    def connected(self, connection: sqlite3.Connection) -> None:
+        """Note a connection that has read. The first one has opened the log, or made it."""
+        if not self._connections:
+            self.note_sides()
+        self._connections.add(id(connection))
+
+    def disconnected(self, connection: sqlite3.Connection) -> None:
+        """Forget a connection. SQLite removes the log with the last one."""
+        self._connections.discard(id(connection))
+
+    def note_sides(self) -> None:
+        """Note which files the log and its index are. None without a name: a journal that is no log has neither."""
+        with self._lock:
+            self._sides = self._sides_now()
+            self._open_counter()
+
+    def _open_counter(self) -> None:
+        if self._counter is not None and _identity(self._counter[1]) != self._sides[1]:  # of earlier connections
+            os.close(self._counter[0])
+            self._counter = self._seen = None
+        if self._counter is None and self._sides[1] is not None and sys.platform != "win32":  # it is locked there
+            with contextlib.suppress(OSError):  # it was removed this moment, which `check` notices
+                index = os.open(self._index, os.O_RDONLY | NOLINK)
+                self._counter = index, os.fstat(index)
+
+    def _sides_now(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(map(self._named, (self._log, self._index)))
+
+    def _named(self, side: str) -> tuple[int, int] | None:
+        try:
+            return _identity(os.stat(side))
+        except FileNotFoundError:
+            return None
+        except OSError as err:
+            raise unusable_store(self._file, err) from err
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """Read bytes of the file from offset `at`. For one thread at a time: the holder of the write lock."""
+        with self._lock:
+            if self._descriptor is None:  # the engine was disposed of, and is used again
+                self._descriptor = os.open(self._file, os.O_RDONLY | NOLINK)
+            return _read(self._descriptor, at, nbytes)
+
+    def leave(self) -> None:
+        """Empty the log of a file that was written over: SQLite would else move it into that file, and ruin it."""
+        with contextlib.suppress(StoreError):
+            self.look()
+        with contextlib.suppress(StoreError, OSError):
+            if self._overwritten and self._named(self._log) == self._sides[0]:
+                os.truncate(self._log, 0)
+
+    def close(self) -> None:
+        """Close the descriptors if all connections are closed. Idempotent."""
+        with self._lock:
+            if self._connections:  # of a thread that still reads, while the process ends
+                return
+            for descriptor in (self._descriptor, None if self._counter is None else self._counter[0]):
+                if descriptor is not None:
+                    os.close(descriptor)
+            self._descriptor = self._counter = self._seen = None
+
+
+def _read(descriptor: int, at: int, nbytes: int) -> bytes:
+    os.lseek(descriptor, at, os.SEEK_SET)
+    return os.read(descriptor, nbytes)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
@@ -114,6 +251,9 @@ def _open(data_dir: Path, busy_ms: int, *, alone: bool) -> Engine:
     )
     event.listen(engine, "connect", lambda connection, _: opened.check())
     event.listen(engine, "connect", _on_connect)
+    event.listen(engine, "connect", lambda connection, _: opened.connected(connection))
+    event.listen(engine, "close", lambda connection, _: opened.disconnected(connection))
+    event.listen(engine, "engine_disposed", lambda _: opened.close())
     event.listen(engine, "begin", _on_begin)
     event.listen(engine, "commit", _on_commit)
     event.listen(engine, "reset", _on_reset)
@@ -123,6 +263,9 @@ def _open(data_dir: Path, busy_ms: int, *, alone: bool) -> Engine:
         if alone:  # of the attempt to share it: no process uses that file now
             with contextlib.suppress(OSError):
                 file.with_name(f"{file.name}-shm").unlink()
+        with errors(file), _bare(engine) as cursor:
+            cursor.execute(_READ).fetchall()  # a new file has its log only now
+            opened.note_sides()
     except StoreLocked as err:
         engine.dispose()
         raise _held_alone(err, file) from err
@@ -157,6 +300,7 @@ def writing(engine: Engine, file: Path) -> Iterator[Connection]:
             connection = connection.execution_options(ssmd_write=True)
             with connection.begin():
                 yield connection
+        _open_file(engine).note_content()  # a commit that found a long log has moved it
     except DiskFull:  # the failed rows stand in the log, and others need the space
         with contextlib.suppress(StoreError):
             shorten_log(engine, file)
@@ -178,6 +322,17 @@ def sparing(engine: Engine, file: Path) -> Iterator[Connection]:
             connection.exec_driver_sql("PRAGMA secure_delete=ON")
 
 
+def check_file(engine: Engine) -> None:
+    """Check that the open file still has its name. Raises ReplacedFile, or StoreError if it cannot be examined."""
+    _open_file(engine).look()
+
+
+def close(engine: Engine) -> None:
+    """Close all connections, and the file."""
+    _open_file(engine).leave()
+    engine.dispose()
+
+
 def settle(engine: Engine, file: Path, *, idle: bool) -> None:
     """Move the log into the file. After a removal, also erase its leftovers and give the space back to the disk.
 
@@ -185,7 +340,7 @@ def settle(engine: Engine, file: Path, *, idle: bool) -> None:
     """
     with errors(file), _bare(engine) as cursor:
         if erasure.is_owed(cursor):
-            erasure.erase(cursor, file, idle=idle)
+            erasure.erase(cursor, file, _open_file(engine).read, idle=idle)
             return
         _check_growth(cursor, file)
         cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
@@ -237,8 +392,8 @@ def free_bytes(connection: Connection) -> int:
     return int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()) * PAGE_BYTES
 
 
-def _prepare(data_dir: Path, file: Path) -> os.stat_result:
-    """Make the directory (0700) and the file (0600), and return the file's identity.
+def _prepare(data_dir: Path, file: Path) -> int:
+    """Make the directory (0700) and the file (0600), and return the file's descriptor.
 
     SQLite gives its side files the mode of the file.
     """
@@ -247,14 +402,17 @@ def _prepare(data_dir: Path, file: Path) -> os.stat_result:
     if ours and others_open(data_dir):
         close_to_others(data_dir)
     # NOLINK: a link planted in a shared directory must not redirect where conversations are written.
-    os.close(os.open(file, os.O_RDWR | os.O_CREAT | NOLINK, 0o600))
-    if stat.S_IMODE(file.stat().st_mode) & 0o077:
-        file.chmod(0o600)
-    with file.open("rb") as f:
-        head = f.read(len(_HEADER))
-    if head and head != _HEADER:
-        raise StoreError(f"{file} is not a database; move it away to start with an empty one")
-    return file.stat()
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | NOLINK, 0o600)
+    try:
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
+            file.chmod(0o600)
+        head = os.read(descriptor, len(_HEADER))
+        if head and head != _HEADER:
+            raise StoreError(f"{file} is not a database; move it away to start with an empty one")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _create(engine: Engine, busy_ms: int) -> None:
@@ -292,18 +450,25 @@ def _bare(engine: Engine) -> Iterator[Any]:
 
     Raises ReplacedFile, and StoreError if the file cannot be examined meanwhile.
     """
-    engine.get_execution_options()["ssmd_file"].check()
+    _open_file(engine).check()
     connection = engine.raw_connection()
     try:
         cursor = connection.cursor()
         try:
             yield cursor
+            _open_file(engine).note_content()
         finally:
             cursor.close()
     except OSError as err:
         raise unusable_store(Path(str(engine.url.database)), err) from err
     finally:
         connection.close()
+
+
+def _open_file(engine: Engine) -> _OpenFile:
+    opened = engine.get_execution_options()["ssmd_file"]
+    assert isinstance(opened, _OpenFile)
+    return opened
 
 
 def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
@@ -318,6 +483,7 @@ def _on_connect(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
         "cell_size_check=ON",
     ):
         connection.execute(f"PRAGMA {setting}")
+    connection.execute(_READ).fetchall()  # the first read opens the log
 
 
 def _as_it_is(data: bytes) -> str:
@@ -326,8 +492,11 @@ def _as_it_is(data: bytes) -> str:
 
 
 def _on_begin(connection: Connection) -> None:
-    write = connection.get_execution_options().get("ssmd_write", False)
+    options = connection.get_execution_options()
+    write = options.get("ssmd_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+    if write:  # the first row that is written may begin the log anew
+        options["ssmd_file"].check()
 
 
 def _on_commit(connection: Connection) -> None:
@@ -460,10 +629,11 @@ def _held_alone(err: StoreLocked, file: Path) -> StoreLocked:
     )
 
 
-def replaced(file: Path, happened: str) -> ReplacedFile:
+def replaced(
+    file: Path, happened: str, advice: str = "put the old files back, or restart the daemon to use the present ones"
+) -> ReplacedFile:
     return ReplacedFile(
-        f"session store {file}: {happened} while it was in use, so nothing is written any more; "
-        "put the old files back, or restart the daemon to use the present ones"
+        f"session store {file}: {happened} while it was in use, so nothing is written any more; {advice}"
     )
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from sqlalchemy import Connection
 
@@ -33,16 +33,20 @@ def is_owed(cursor: Any) -> bool:
     return bool(cursor.execute("PRAGMA user_version").fetchone()[0])
 
 
-def erase(cursor: Any, file: Path, *, idle: bool) -> None:
+Read = Callable[[int, int], bytes]  # of (offset, bytes)
+
+
+def erase(cursor: Any, file: Path, read: Read, *, idle: bool) -> None:
     """Do the owed erasure and give the space back to the disk. If another process prevents it, it stays owed.
 
+    read: reads the file through a descriptor that stays open: closing one would drop this process's locks on the file.
     idle: no request waits, so that much text may be rewritten too. The cursor is outside of a transaction.
     """
     try:
         (owed,) = cursor.execute("PRAGMA user_version").fetchone()
         if not empty_log(cursor, file, idle=idle):
             return
-        copied, pages = _look_through(cursor, file)
+        copied, pages = _look_through(cursor, read)
         if copied:
             if pages > PAGES_AT_ONCE and not idle:
                 return
@@ -103,7 +107,7 @@ def truncate_log(cursor: Any, file: Path, *, idle: bool = False) -> bool:
         cursor.execute(f"PRAGMA busy_timeout={busy_ms}").fetchall()
 
 
-def _look_through(cursor: Any, file: Path) -> tuple[bool, int]:
+def _look_through(cursor: Any, read: Read) -> tuple[bool, int]:
     """Search the pages of the text tables. Return (True if an unused middle holds data or is invalid, pages)."""
     (size,) = cursor.execute("PRAGMA page_size").fetchone()
     copied, pages = False, 0
@@ -112,10 +116,9 @@ def _look_through(cursor: Any, file: Path) -> tuple[bool, int]:
         names = ",".join("?" * len(TEXT_TABLES))
         query = f"SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name IN ({names})"  # noqa: S608 - only ?
         roots = [row[0] for row in cursor.execute(query, TEXT_TABLES)]
-        with file.open("rb") as f:
-            for root in roots:
-                for middle in _middles(f, root, size):
-                    copied, pages = copied or any(middle), pages + 1
+        for root in roots:
+            for middle in _middles(read, root, size):
+                copied, pages = copied or any(middle), pages + 1
     except (ValueError, IndexError):
         copied = True
     finally:
@@ -123,7 +126,7 @@ def _look_through(cursor: Any, file: Path) -> tuple[bool, int]:
     return copied, pages
 
 
-def _middles(f: BinaryIO, root: int, size: int) -> Iterator[bytes]:
+def _middles(read: Read, root: int, size: int) -> Iterator[bytes]:
     """Yield the unused bytes between the cell pointers and the cells, for each page of a table."""
     waiting, seen = [root], set[int]()
     while waiting:
@@ -131,8 +134,7 @@ def _middles(f: BinaryIO, root: int, size: int) -> Iterator[bytes]:
         if number in seen:
             raise ValueError
         seen.add(number)
-        f.seek((number - 1) * size)
-        page = f.read(size)
+        page = read((number - 1) * size, size)
         head = {_LEAF: 8, _INTERIOR: 12}[page[0]] if page[0] in (_LEAF, _INTERIOR) else 0
         cells, first = int.from_bytes(page[3:5], "big"), int.from_bytes(page[5:7], "big") or 65536
         end = head + 2 * cells

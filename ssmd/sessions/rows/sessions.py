@@ -46,6 +46,7 @@ from ssmd.sessions.rows.turns import (
     turn_of,
 )
 from ssmd.sessions.turn import (
+    BIDI,
     NewTurn,
     Session,
     SessionInfo,
@@ -58,6 +59,9 @@ from ssmd.sessions.turn import (
 from ssmd.text.messages import Message
 
 _TITLE_CHARACTERS = 80
+_BEGINNING = 4096  # characters of a message that are looked at for its title
+_CONTROLS = (chr(n) for n in (*range(0x20), *range(0x7F, 0xA0)))
+_STEERING = dict.fromkeys(map(ord, (*BIDI, *(c for c in _CONTROLS if not c.isspace()))))  # removed from titles
 _NO_CLOCK = datetime(1970, 1, 1, tzinfo=UTC)
 _s = session_table.c
 _SESSIONS = select(
@@ -292,9 +296,13 @@ def remove_session(connection: Connection, session_id: str, domain: Domain) -> N
 
 
 def default_title(messages: Sequence[Message]) -> str:
-    """Return the title of a session without a given one: the beginning of its first user message."""
+    """Return the title of a session without a given one: the beginning of its first user message.
+
+    Control characters are left out, and those that change the direction of text.
+    """
     first = next((m.content for m in messages if m.role == "user"), "")
-    shown = " ".join(first.replace("\0", "\ufffd").split())[:_TITLE_CHARACTERS]
+    plain = first.lstrip()[:_BEGINNING].translate(_STEERING)
+    shown = " ".join(plain.split())[:_TITLE_CHARACTERS]
     return shown.encode("utf-8", "replace").decode()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import commands
@@ -15,7 +17,10 @@ from forked import DaemonProcess
 from standing import held_elsewhere
 
 from ssmd.machine.lockfile import LOCK_FILE
+from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.lock import DirectoryLock
+from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 
@@ -101,10 +106,75 @@ def test_a_quota_that_became_smaller(artifacts: TinyArtifacts, tmp_path: Path) -
         assert metrics["checkpoints"]["left_out"] > 0
 
 
+def test_a_second_daemon_is_refused_without_the_lock_file(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """An idle daemon looks once a minute, so this comes before it made its lock again."""
+    path, data = artifacts["llama-f32"], tmp_path / "data"
+    environment = {**os.environ, "SSMD_DATA_DIR": str(data)}
+    with DaemonProcess(path, data) as daemon:
+        (data / LOCK_FILE).unlink()
+        second = commands.ssmd("serve", str(path), "--port", "0", env=environment)
+        assert (second.returncode, second.stderr.count("\n")) == (1, 1)
+        assert second.stderr.startswith("error: another ssmd daemon")
+        soon(lambda: daemon.get("/health")[0] == 200 and commands.ssmd("ps", env=environment).returncode == 0)
+        assert daemon.stop() == 0
+    DirectoryLock.take(data, "wait").release()
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["moved", "another in its place"])
+def test_a_store_that_is_moved_is_noticed_at_once(other: bool, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Also by a daemon that stores nothing just then. When the same files are back, it stores again."""
+    path, data, aside = artifacts["llama-f32"], tmp_path / "data", tmp_path / "aside"
+    asked = [{"role": "user", "content": "Tell me a story"}]
+    with DaemonProcess(path, data) as daemon:
+        assert daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        data.rename(aside)
+        if other:
+            shutil.copytree(aside, data)
+        soon(lambda: daemon.get("/health")[1].get("reason") == "replaced")
+        assert not daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        if other:
+            data.rename(tmp_path / "other")
+        aside.rename(data)
+        soon(lambda: daemon.get("/health")[1]["status"] == "ok")
+        assert daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        assert daemon.stop() == 0
+    said = (tmp_path / "data.log").read_text()
+    assert said.count("turns cannot be stored") == 1
+    with closing(Store.open(data)) as store:
+        assert len(store.sessions()) == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the log's index is locked there")
+def test_a_backup_that_is_copied_over_a_store_stays_whole(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """The daemon keeps the file open, under the same inode. Restarted, it goes on from the backup."""
+    path, data, backup = artifacts["llama-f32"], tmp_path / "data", tmp_path / "backup"
+    asked = [{"role": "user", "content": "Tell me a story"}]
+    with DaemonProcess(path, data) as daemon:
+        kept = daemon.chat(asked, max_tokens=4).session
+        done = commands.ssmd("backup", str(backup), env={**os.environ, "SSMD_DATA_DIR": str(data)})
+        assert done.returncode == 0, done.stderr
+        for _ in range(3):
+            assert daemon.chat(asked, max_tokens=40).usage["ssmd"]["stored"]
+        shutil.copyfile(backup / FILE, data / FILE)
+        assert not daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        soon(lambda: daemon.get("/health")[1].get("reason") == "replaced")
+        assert daemon.stop() == 0
+        assert (data / FILE).read_bytes() == (backup / FILE).read_bytes()
+        daemon.start()
+        assert [one["id"] for one in daemon.get("/ssmd/v1/sessions")[1]["data"]] == [kept]
+        assert daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+    assert check(data).damages == ()
+
+
 def test_a_daemon_whose_files_are_removed(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     """It locks the directory again, so that a second one is refused; without its database no turn is called stored."""
     path, data = artifacts["llama-f32"], tmp_path / "data"
     asked = [{"role": "user", "content": "Tell me a story"}]
+    with DaemonProcess(path, tmp_path / "other") as daemon:
+        assert daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        (tmp_path / "other" / f"{FILE}-wal").unlink()
+        assert not daemon.chat(asked, max_tokens=4).usage["ssmd"]["stored"]
+        assert daemon.stop() == 0
     with DaemonProcess(path, data) as daemon:
         (data / LOCK_FILE).unlink()
         soon(lambda: daemon.get("/health")[0] == 200 and (data / LOCK_FILE).exists())
