@@ -288,7 +288,7 @@ def test_a_grammar_that_fails_on_the_way_fails_the_answer(tiny: Daemon, monkeypa
     def tight() -> LLParserLimits:
         return LLParserLimits(step_max_items=60, verbose_errors=False)
 
-    monkeypatch.setattr(grammar, "_limits", tight)
+    monkeypatch.setattr(grammar, "limits", tight)
     found = chunks_until_error(tiny.chat(grammar=AMBIGUOUS, max_tokens=300, temperature=1, seed=1, stream=True))
     assert found[-1]["error"]["code"] == "grammar_failed"
     assert "cannot be followed any further" in found[-1]["error"]["message"]

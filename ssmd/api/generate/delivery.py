@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 from starlette.types import Receive
 
@@ -133,6 +135,13 @@ class Delivery:
             for wait in waits:
                 wait.cancel()
         self.check()
+
+    async def unless_done(self, future: Future[Any]) -> None:
+        """Wait for a future of another thread. Raises ClientGone as soon as the client went away, and AnswerStopped."""
+        if not future.done():
+            there = asyncio.Event()
+            future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(there.set))
+            await self.unless_gone(there)
 
     def replay(self, events: Iterable[Event]) -> None:
         """Deliver the events of an earlier answer; in the event loop."""
