@@ -114,7 +114,7 @@ class Trials:
             if (known := self._known(job.key)) is not None:
                 job.verdict.set_result(known)
             elif self._closed:
-                job.verdict.set_exception(_unavailable("The server is shutting down.", "shutting_down"))
+                job.verdict.set_exception(_unavailable("the server is shutting down", "shutting_down"))
             else:
                 mine = self._waiting.setdefault(client, deque())
                 if len(mine) >= _MOST_WAITING:
@@ -139,7 +139,7 @@ class Trials:
             child.close()
         for job in jobs:
             if job.verdict.set_running_or_notify_cancel():
-                job.verdict.set_exception(_unavailable("The server is shutting down.", "shutting_down"))
+                job.verdict.set_exception(_unavailable("the server is shutting down", "shutting_down"))
 
     def _known(self, key: bytes) -> Verdict | None:
         verdict, at = self._verdicts.get(key, (None, 0.0))
@@ -204,13 +204,13 @@ class Trials:
                     child.close()
         try:
             answer = child.ask(Packet({"do": "try"}, json.dumps(texts).encode()), READ_S + 1)
-        except UnavailableChild as err:
-            log.warning("a grammar cannot be checked, so its request is refused: %s", err)
-            said = f"The grammar cannot be checked: {err}. Only simple grammars work until the server can start it."
-            raise _unavailable(said, "grammar_check_unavailable") from err
         except ChildError as err:
             if self._closed:
-                raise _unavailable("The server is shutting down.", "shutting_down") from err
+                raise _unavailable("the server is shutting down", "shutting_down") from err
+            if isinstance(err, UnavailableChild):
+                log.warning("a grammar cannot be checked, so its request is refused: %s", err)
+                said = f"The grammar cannot be checked: {err}. Only simple grammars work until the server can start it."
+                raise _unavailable(said, "grammar_check_unavailable") from err
             log.info("a client's grammar met a limit in its trial and is refused")
             log.debug("its process: %s", err)
             return _MET_A_LIMIT
@@ -277,7 +277,7 @@ def _is_plain_schema(schema: Any) -> bool:
 
 
 def opening_of(tokens: Sequence[bytes], special: Sequence[int], stop_tokens: Sequence[int]) -> Packet:
-    """Build the child's first job. tokens: the bytes of each, as llguidance has them. special: ids of control tokens."""
+    """Build the child's first job. tokens: the bytes of each, for llguidance. special: ids of control tokens."""
     lengths = array("I", map(len, tokens))
     head = {"do": "open", "tokens": len(tokens), "special": len(special), "stop_tokens": [*stop_tokens]}
     return Packet(head, lengths.tobytes() + array("I", special).tobytes() + b"".join(tokens))
