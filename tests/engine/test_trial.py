@@ -60,6 +60,7 @@ BOTH = {"a": {"multipleOf": 10_007}, "b": {"allOf": [{"multipleOf": 10_009}]}}
     ("costly", "way"),
     [
         (multiple(3_000_017), ".multipleOf"),
+        (multiple(-3_000_017), ".multipleOf"),
         (multiple(2_000_001.5), ".multipleOf"),
         (numbers(100, 100_003, 2), ".properties.p1.multipleOf"),
         (
@@ -68,6 +69,7 @@ BOTH = {"a": {"multipleOf": 10_007}, "b": {"allOf": [{"multipleOf": 10_009}]}}
         ),
         ({"type": "integer", "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": BOTH}, ".allOf"),
         ({"allOf": [{"anyOf": [multiple(7), multiple(10_007)]}, multiple(10_009)]}, ".allOf"),
+        ({"allOf": [multiple(n) for n in range(2**61, 2**61 + 2**15, 2**9)]}, ".allOf"),
         ({"type": "string", "allOf": patterns(20)}, ".allOf"),
         ({"type": "string", "allOf": [{"allOf": patterns(7)}, {"anyOf": [{"allOf": patterns(7)}]}]}, ".allOf"),
     ],
@@ -78,6 +80,14 @@ def test_too_many_remainders_or_patterns_are_refused(costly: dict[str, Any], way
     assert (caught.value.status, caught.value.code) == (400, "unsupported_schema")
     assert caught.value.param == f"json_schema{way}"
     assert read._trials._child is None
+
+
+@pytest.mark.parametrize("beyond", [1e300, float("inf"), 10**400, True, "3"])
+def test_numbers_beyond_the_bounds_are_counted_as_none(beyond: Any, read: Grammars) -> None:
+    for one in ({"multipleOf": beyond}, {"allOf": [{"multipleOf": beyond}] * 9}):
+        with pytest.raises(Rejection) as caught:
+            read.read(schema(one))
+        assert (caught.value.status, caught.value.code) == (400, "unsupported_schema")
 
 
 @pytest.mark.parametrize("text", ["start: A\nA: " + " & ".join(f"/{one}/" for one in texts(20)), None])

@@ -383,7 +383,8 @@ def check_size(schema: Any, param: str) -> None:
         if keyword == "multipleOf" and (count_here := _remainders(value)):
             remainders += count_here
             if remainders > MAX_REMAINDERS:
-                raise _unsupported(f"{param}{way}", _too_many_remainders(remainders, "up to here"))
+                said = f"has {remainders} remainders up to here, at most {MAX_REMAINDERS} are possible"
+                raise _unsupported(f"{param}{way}", f"{said}; use a smaller multipleOf")
         if keyword == "allOf" and isinstance(value, list):
             _check_meeting(value, schema, f"{param}{way}")
     _check_levels(schema, references, named, param)
@@ -392,17 +393,13 @@ def check_size(schema: Any, param: str) -> None:
 def _remainders(multiple: Any) -> int:
     """Return how many remainders a number has by `multipleOf`: llguidance has a state for each. 0.25 has 25.
 
-    0 if it is not a number above 0.
+    0 if it is 0, not a number, or if it is beyond the bounds of numbers.
     """
-    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or multiple <= 0:
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not 0 < abs(multiple) <= MOST:
         return 0
     _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
-    assert isinstance(exponent, int), "bounds are finite"
-    return int("".join(map(str, digits))) * 10 ** max(0, exponent)
-
-
-def _too_many_remainders(count: int, where: str) -> str:
-    return f"has {count} remainders {where}, at most {MAX_REMAINDERS} are possible; use a smaller multipleOf"
+    assert isinstance(exponent, int)
+    return int("".join(map(str, digits)) + "0" * exponent)
 
 
 def _check_meeting(some: list[Any], root: Any, where: str) -> None:
@@ -412,7 +409,8 @@ def _check_meeting(some: list[Any], root: Any, where: str) -> None:
         said = f"has {patterns} patterns that apply to one text, at most {MAX_MEETING} are possible"
         raise _unsupported(where, said)
     if remainders > MAX_REMAINDERS:
-        raise _unsupported(where, _too_many_remainders(remainders, "together"))
+        said = f"has more than {MAX_REMAINDERS} remainders together; use smaller ones in multipleOf"
+        raise _unsupported(where, said)
 
 
 def _meeting(schema: Any, root: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
@@ -433,7 +431,8 @@ def _meeting(schema: Any, root: Any, known: dict[int, tuple[int, int]], depth: i
         if keyword in ("anyOf", "oneOf") and found:  # one of them applies
             found = [(max(each[0] for each in found), max(each[1] for each in found))]
         for more in found:
-            patterns, remainders = patterns + more[0], math.lcm(remainders, more[1])
+            patterns += more[0]
+            remainders = min(math.lcm(remainders, more[1]), MAX_REMAINDERS + 1)
     known[id(schema)] = patterns, remainders
     return patterns, remainders
 
