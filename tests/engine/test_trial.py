@@ -241,15 +241,16 @@ def regex(number: int) -> list[str]:
     return [of_regex(f"[ab]{{{number}}}", "guided_regex").text]
 
 
-def test_clients_take_turns_and_one_has_few_trials(read: Grammars) -> None:
+def test_clients_take_turns_and_one_has_few_trials(read: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_MOST_WAITING", 6)
     trials, order = read._trials, list[str]()
 
     def noted(name: str) -> Callable[[Future[Verdict]], None]:
         return lambda _: order.append(name)
 
-    first = trials.verdict(regex(1), "a")
-    soon(lambda: first.running() or first.done())
-    waiting = [trials.verdict(regex(2 + i), "a") for i in range(trial._MOST_WAITING)]
+    trials.verdict(regex(1), "a")
+    soon(lambda: not trials._waiting)
+    waiting = [trials.verdict(regex(2 + i), "a") for i in range(6)]
     with pytest.raises(Rejection, match="grammars of this client wait to be checked") as caught:
         trials.verdict(regex(99), "a")
     assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
@@ -257,8 +258,22 @@ def test_clients_take_turns_and_one_has_few_trials(read: Grammars) -> None:
     for name, future in (("a", waiting[-1]), ("b", other)):
         future.add_done_callback(noted(name))
     waiting[3].cancel()  # its client left
+    again = trials.verdict(regex(5), "b")  # of another client, with the same grammar
+    waiting[2].cancel()
     assert [one.result(30) for one in (waiting[-1], other)] == [Verdict(), Verdict()]
     assert order == ["b", "a"]
+    assert again.result(0) == Verdict()
+    assert not trials.verdict(regex(4), "a").done(), "it was dropped, so it has no verdict"
+
+
+def test_requests_with_one_grammar_share_its_trial(read: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_MOST_WAITING", 1)
+    first = read._trials.verdict(regex(1), "a")
+    soon(lambda: not read._trials._waiting)
+    same = [read._trials.verdict(regex(2 - i % 2), "a") for i in range(20)]
+    assert len(read._trials._jobs) == 2
+    same[0].cancel()
+    assert [one.result(30) for one in (first, *same[1:])] == [Verdict()] * 20
 
 
 def test_a_request_that_does_not_wait_comes_again(read: Grammars) -> None:
@@ -280,7 +295,7 @@ def test_the_process_ends_when_it_has_no_work(read: Grammars, monkeypatch: pytes
 def test_the_end_waits_for_no_trial(read: Grammars) -> None:
     running = read._trials.verdict([schema(BESIDE).text], "a")
     waiting = read._trials.verdict(regex(1), "a")
-    soon(running.running)
+    soon(lambda: len(read._trials._jobs) == 2 and len(read._trials._waiting) == 1)
     read.close()
     for future in (running, waiting):
         with pytest.raises(Rejection) as caught:

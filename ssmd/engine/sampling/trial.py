@@ -48,7 +48,7 @@ _OPEN_S = 15.0  # processor time to import llguidance and build its table of 256
 _IDLE_S = 60.0  # time after which a child without work ends
 _KEPT = 1000  # verdicts
 _KEPT_S = 600.0  # time for which a grammar that met a limit is refused without another trial
-_MOST_WAITING = 8  # trials of one client that wait
+_MOST_WAITING = 64  # grammars of one client that wait
 _SHOWN = 300  # characters of llguidance's error in a message
 _STRUCTURE = b'"}],:0'  # characters that the random answers prefer: they end strings, objects and lists
 
@@ -84,7 +84,17 @@ class PendingTrial(Exception):
 class _Job:
     texts: tuple[str, ...]  # the grammar, then its parts
     key: bytes
-    verdict: Future[Verdict]
+    verdicts: list[Future[Verdict]]  # of each request with this grammar
+
+    def end(self, verdict: Verdict | BaseException) -> None:
+        """Give the verdict, or the error, to the requests."""
+        for one in self.verdicts:
+            if not one.set_running_or_notify_cancel():  # its client left
+                continue
+            if isinstance(verdict, Verdict):
+                one.set_result(verdict)
+            else:
+                one.set_exception(verdict)
 
 
 class Trials:
@@ -97,6 +107,7 @@ class Trials:
         self._opening = opening
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # of each client
+        self._jobs: dict[bytes, _Job] = {}  # those that wait, and the one under way
         self._verdicts: OrderedDict[bytes, tuple[Verdict, float]] = OrderedDict()  # and when; last used last
         self._child: Child | None = None
         self._runs = self._closed = False
@@ -109,23 +120,29 @@ class Trials:
         digest = hashlib.sha256()
         for text in texts:
             digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
-        job = _Job(tuple(texts), digest.digest(), Future())
+        key, verdict = digest.digest(), Future[Verdict]()
         with self._changed:
-            if (known := self._known(job.key)) is not None:
-                job.verdict.set_result(known)
+            if (known := self._known(key)) is not None:
+                verdict.set_result(known)
             elif self._closed:
-                job.verdict.set_exception(_unavailable("the server is shutting down", "shutting_down"))
+                verdict.set_exception(_unavailable("the server is shutting down", "shutting_down"))
+            elif key in self._jobs:
+                self._jobs[key].verdicts.append(verdict)
             else:
-                mine = self._waiting.setdefault(client, deque())
-                if len(mine) >= _MOST_WAITING:
-                    said = f"{len(mine)} grammars of this client wait to be checked. Please try again in 5 seconds."
-                    raise _unavailable(said, "queue_full")
-                mine.append(job)
-                if not self._runs:
-                    self._runs = True
-                    threading.Thread(target=self._run, name="ssmd-trials", daemon=True).start()
-                self._changed.notify_all()
-        return job.verdict
+                self._put(_Job(tuple(texts), key, [verdict]), client)
+        return verdict
+
+    def _put(self, job: _Job, client: str) -> None:
+        mine = self._waiting.setdefault(client, deque())
+        if len(mine) >= _MOST_WAITING:
+            said = f"{len(mine)} grammars of this client wait to be checked. Please try again in 5 seconds."
+            raise _unavailable(said, "queue_full")
+        mine.append(job)
+        self._jobs[job.key] = job
+        if not self._runs:
+            self._runs = True
+            threading.Thread(target=self._run, name="ssmd-trials", daemon=True).start()
+        self._changed.notify_all()
 
     def close(self) -> None:
         """End the child and refuse all trials."""
@@ -138,8 +155,7 @@ class Trials:
         if child is not None:
             child.close()
         for job in jobs:
-            if job.verdict.set_running_or_notify_cancel():
-                job.verdict.set_exception(_unavailable("the server is shutting down", "shutting_down"))
+            job.end(_unavailable("the server is shutting down", "shutting_down"))
 
     def _known(self, key: bytes) -> Verdict | None:
         verdict, at = self._verdicts.get(key, (None, 0.0))
@@ -152,21 +168,22 @@ class Trials:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            if not job.verdict.set_running_or_notify_cancel():  # its client left
-                continue
-            with self._changed:
-                verdict = self._known(job.key)
+            with self._changed:  # so that no request joins a job that is dropped
+                if all(one.cancelled() for one in job.verdicts):
+                    del self._jobs[job.key]
+                    continue
+            verdict: Verdict | BaseException
             try:
-                if verdict is None:
-                    verdict = self._tried(job)
-            except BaseException as err:  # of any kind: a request waits for it
-                job.verdict.set_exception(err)
-                continue
+                verdict = self._tried(job)
+            except BaseException as err:  # of any kind: requests wait for it
+                verdict = err
             with self._changed:
-                self._verdicts[job.key] = verdict, time.monotonic()
-                while len(self._verdicts) > _KEPT:
-                    self._verdicts.popitem(last=False)
-            job.verdict.set_result(verdict)
+                del self._jobs[job.key]
+                if isinstance(verdict, Verdict):
+                    self._verdicts[job.key] = verdict, time.monotonic()
+                    while len(self._verdicts) > _KEPT:
+                        self._verdicts.popitem(last=False)
+            job.end(verdict)
 
     def _next(self) -> _Job | None:
         """Wait for the next job, in the clients' turn. None: there was none for long, and the child has ended."""
