@@ -48,6 +48,7 @@ _OPEN_S = 15.0  # processor time to import llguidance and build its table of 256
 _IDLE_S = 60.0  # time after which a child without work ends
 _KEPT = 1000  # verdicts
 _KEPT_S = 600.0  # time for which a grammar that met a limit is refused without another trial
+_NO_PROCESS = "grammar_check_unavailable"  # code of the error
 _MOST_WAITING = 64  # grammars of one client that wait
 _SHOWN = 300  # characters of llguidance's error in a message
 _STRUCTURE = b'"}],:0'  # characters that the random answers prefer: they end strings, objects and lists
@@ -110,7 +111,7 @@ class Trials:
         self._jobs: dict[bytes, _Job] = {}  # those that wait, and the one under way
         self._verdicts: OrderedDict[bytes, tuple[Verdict, float]] = OrderedDict()  # and when; last used last
         self._child: Child | None = None
-        self._runs = self._closed = False
+        self._runs = self._closed = self._warned = False
 
     def verdict(self, texts: Sequence[str], client: str) -> Future[Verdict]:
         """Return the verdict on a grammar, once it is known. texts: of the grammar, and of its parts.
@@ -225,12 +226,15 @@ class Trials:
             if self._closed:
                 raise _unavailable("the server is shutting down", "shutting_down") from err
             if isinstance(err, UnavailableChild):
-                log.warning("a grammar cannot be checked, so its request is refused: %s", err)
-                said = f"The grammar cannot be checked: {err}. Only simple grammars work until the server can start it."
-                raise _unavailable(said, "grammar_check_unavailable") from err
+                if not self._warned:
+                    log.warning("new grammars cannot be checked, so their requests are refused: %s", err)
+                self._warned = True
+                said = "The grammar cannot be checked, because the server could not start the process for it."
+                raise _unavailable(f"{said} Use a JSON schema without patterns, or try again.", _NO_PROCESS) from err
             log.info("a client's grammar met a limit in its trial and is refused")
             log.debug("its process: %s", err)
             return _MET_A_LIMIT
+        self._warned = False
         match answer.head:
             case {"why": str(why), "part": int() | None as part, "slow": bool(slow)}:
                 return _MET_A_LIMIT if slow else Verdict(why[:_SHOWN], part)
