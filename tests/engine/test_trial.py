@@ -169,6 +169,7 @@ NOT_PLAIN = [
     schema({"anyOf": [{"format": "email"}], "minLength": 9}),
     schema({"patternProperties": {"a": True}}),
     schema({"properties": {f"p{i}": {"type": "string"} for i in range(trial.PLAIN_KEYS)}}),
+    Grammar('{"grammars": [{"json_schema": {"x-guidance": {"item_separator": "(a|b)?,"}}}]}', "tools"),
     schema({"prefixItems": [True] * trial.PLAIN_KEYS}),
     schema({"enum": [[i] for i in range(trial.PLAIN_KEYS)]}),
     schema({"required": [f"p{i}" for i in range(trial.PLAIN_KEYS)]}),

@@ -60,6 +60,7 @@ _PLAIN = {
     *("format", "title", "description", "default", "examples", "$schema", "$comment", "x-guidance"),
 }
 _NOTES = {"title", "description", "default", "examples", "$schema", "$comment", "x-guidance"}
+_COMPACT = {"whitespace_flexible": False}  # other options of llguidance are patterns
 _VALUES = {"enum", "const", "default", "examples", "x-guidance", "required", "type"}  # no schema is in them
 _LITERALS = re.compile(r'start: "(?:[^"\\\n]|\\.)*"(?: \| "(?:[^"\\\n]|\\.)*")*')
 
@@ -277,7 +278,7 @@ def _is_plain_schema(schema: Any) -> bool:
         one = left.pop()
         if isinstance(one, bool):
             continue
-        if not isinstance(one, dict) or not one.keys() <= _PLAIN:
+        if not isinstance(one, dict) or not one.keys() <= _PLAIN or one.get("x-guidance", _COMPACT) != _COMPACT:
             return False
         lengths = "format" in one and ("minLength" in one or "maxLength" in one)
         if lengths or ("anyOf" in one and not one.keys() <= _NOTES | {"anyOf"}):  # an intersection
