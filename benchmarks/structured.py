@@ -5,7 +5,8 @@
 Time between tokens: an answer of some hundred tokens, free and held to a schema whose strings are the model's to say,
 at the same place after the same prompt; and the ratio of the steps of each that other work disturbed least, a tenth of
 them. Forced tokens: an answer to a schema of long names, as tools have it, with
-what is forced fed at once and with every token drawn.
+what is forced fed at once and with every token drawn. Reading: the time until a grammar is ready, without a trial in
+the child process, with one that starts the process, with one more, and when it comes again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import threading
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,13 +23,16 @@ from unittest.mock import patch
 
 from daemon_process import conditions
 
-from ssmd.api.openai.structured import of_schema
+from ssmd.api.openai.structured import of_grammar, of_regex, of_schema
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.request import Delta, Event, Failure, Finish, Request
 from ssmd.engine.sampling import grammar
+from ssmd.engine.sampling.grammar import Grammars
 from ssmd.engine.sampling.params import SamplingParams
+from ssmd.engine.sampling.trial import is_plain
+from ssmd.engine.terms import Grammar
 from ssmd.installed import resolve
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import get_runtime
@@ -47,6 +52,53 @@ TOOL: dict[str, Any] = {
     "required": ["function_to_be_called_next", *NAMES],
     "additionalProperties": False,
 }
+
+
+CODE: dict[str, Any] = {"type": "string", "pattern": "^[A-Z]{2}[0-9]{4}$"}
+GBNF = 'root ::= "[]" item ("," item)*\nitem ::= [0-9]+ | "\\"" [a-z]* "\\""\n'
+
+
+def grammars(number: int) -> dict[str, Grammar]:
+    """Return a grammar of each kind. No two numbers have an equal one."""
+    wide = {f"property_{i}_{number}": CODE if i % 5 == 0 else {"type": "string"} for i in range(100)}
+    parts = {f"part_{i}": {"type": "object", "properties": wide} for i in range(10)}
+    return {
+        "a plain schema": of_schema({**TOOL, "title": f"{number}"}, "json_schema"),
+        "one with a pattern": of_schema({"properties": {f"code_{number}": CODE}}, "json_schema"),
+        "of 1,000 properties": of_schema({"properties": parts}, "json_schema"),
+        "a regular expression": of_regex(f"[a-f]{{2,8}}-{number}", "guided_regex"),
+        "GBNF": of_grammar(GBNF.replace("]", f"{number}]", 1), "grammar"),
+    }
+
+
+def readings(engine: Engine, rounds: int) -> list[str]:
+    """Return the rows of the table of reading."""
+    shared, rows, number = engine._grammars, [], 0
+
+    def ms(read: Grammars, kind: str, number: int, *, trial: bool = True) -> float:
+        grammar = grammars(number)[kind]
+        began = time.perf_counter()
+        if trial:
+            read.read(grammar)
+        else:
+            read._read(grammar, plain=True)
+        return (time.perf_counter() - began) * 1e3
+
+    for kind in grammars(0):
+        columns: list[list[float]] = [[], [], [], []]
+        for _ in range(rounds):
+            number += 3
+            columns[0].append(ms(shared, kind, number, trial=False))
+            fresh = Grammars(engine._texts.tokenizer, engine.artifact.manifest.stop_tokens, engine.program.vocabulary)
+            for _ in fresh.warm_up():
+                pass
+            columns[1] += [ms(fresh, kind, number + 1)]
+            columns[2] += [ms(fresh, kind, number + 2)]
+            columns[3] += [ms(fresh, kind, number + 2)]
+            fresh.close()
+        plain = "yes" if is_plain(grammars(0)[kind]) else "no"
+        rows.append(f"| {kind} | {plain} | " + " | ".join(f"{statistics.median(one):.1f}" for one in columns) + " |")
+    return rows
 
 
 def times_of(engine: Engine, schema: dict[str, Any] | None, seed: int) -> tuple[list[float], float]:
@@ -86,8 +138,8 @@ def gaps_of(times: Sequence[float]) -> tuple[list[float], list[tuple[int, float]
     return drawn, runs
 
 
-def measure(artifact: Artifact, rounds: int) -> tuple[str, str]:
-    """Return a row of each table."""
+def measure(artifact: Artifact, rounds: int) -> tuple[str, str, list[str]]:
+    """Return a row of each table, and the rows of the table of reading."""
     program = get_runtime(artifact.manifest.runtime).load(artifact)
     engine = Engine(artifact, program, None, metrics=Metrics().of(artifact.manifest.name))
     engine.start()
@@ -108,6 +160,7 @@ def measure(artifact: Artifact, rounds: int) -> tuple[str, str]:
                 times, whole = times_of(engine, TOOL, i)
             one_by_one.append(whole)
             drawn.append(statistics.median(gaps_of(times)[0]))
+        third = readings(engine, rounds)
     finally:
         engine.shutdown()
         program.close()
@@ -120,7 +173,7 @@ def measure(artifact: Artifact, rounds: int) -> tuple[str, str]:
     each, step = took / count, statistics.median(drawn)
     x, y = statistics.median(at_once), statistics.median(one_by_one)
     second = f"| {name} | {count / len(forced):.1f} | {each:.2f} | {step:.2f} | {step / each:.1f} | {x:.0f} | {y:.0f} |"
-    return first, second
+    return first, second, third
 
 
 def main(names: Sequence[str], rounds: int = ROUNDS) -> None:
@@ -133,11 +186,15 @@ def main(names: Sequence[str], rounds: int = ROUNDS) -> None:
     heads = ("model", "vocabulary", "TBT free, ms", "with a schema, ms", "ratio", "of the least tenths")
     print(f"| {' | '.join(heads)} |")
     print("| --- | --- | --- | --- | --- | --- |")
-    print("\n".join(first for first, _ in rows))
+    print("\n".join(first for first, _, _ in rows))
     more = ("model", "tokens in a run", "ms each", "drawn, ms each", "times as fast", "whole answer, ms", "drawn, ms")
     print(f"\n| {' | '.join(more)} |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    print("\n".join(second for _, second in rows))
+    print("\n".join(second for _, second, _ in rows))
+    last = ("grammar", "plain", "without a trial, ms", "first, ms", "another, ms", "again, ms")
+    for name, (_, _, third) in zip(names, rows, strict=True):
+        print(f"\nReading for {name}:\n| {' | '.join(last)} |\n| --- | --- | --- | --- | --- | --- |")
+        print("\n".join(third))
 
 
 if __name__ == "__main__":

@@ -129,15 +129,20 @@ class Engine:
         go_on: Callable[[], None] = lambda: None,
         *,
         recallable: bool = False,
+        wait: bool = True,
     ) -> Generation:
         """Plan the prompt and queue it. Blocks for template, tokenizer and look-up. Raises Rejection.
 
         deliver: called from the worker's and the writer's threads: deltas, then one Finish or Failure.
         go_on: called now and then while it blocks; it raises if the client is gone.
         recallable: the request may be given back while it waits, by Recall.
+        wait: block until a new grammar is tried; otherwise raise PendingTrial.
         """
         started = time.perf_counter() if request.arrived is None else request.arrived
         self.check(request.client)
+        guide, read = None, partial(self._grammars.read, client=request.client, wait=wait)
+        if request.grammar is not None and not request.given.tools:
+            guide = read(request.grammar)  # before the prompt is planned, as that would be in vain
         try:
             plan = self._planner.plan if request.raw is None else self._raw.plan
             prompt = plan(request, go_on)
@@ -146,7 +151,8 @@ class Engine:
                 self.check(request.client)
             raise
         request = self._calling.forced(request, prompt)
-        guide = None if request.grammar is None else self._grammars.read(request.grammar)
+        if request.grammar is not None and guide is None:
+            guide = read(request.grammar)
         if request.echo:
             deliver = echoing(deliver, self._raw.text(request), request.n)
         asked = GenerationInput(request, prompt, deliver, started, recallable, guide)
@@ -161,11 +167,12 @@ class Engine:
         go_on: Callable[[], None] = lambda: None,
         *,
         recallable: bool = False,
+        wait: bool = True,
     ) -> Generation | MultiPrompt:
         """Submit a request. Each of several raw prompts is a generation of its own; otherwise as `submit`."""
         if request.more:
-            return MultiPrompt.begin(request, deliver, lambda one, taken: self.submit(one, taken, go_on))
-        return self.submit(request, deliver, go_on, recallable=recallable)
+            return MultiPrompt.begin(request, deliver, lambda one, taken: self.submit(one, taken, go_on, wait=wait))
+        return self.submit(request, deliver, go_on, recallable=recallable, wait=wait)
 
     @property
     def words(self) -> RawPlanner:
@@ -206,6 +213,7 @@ class Engine:
         """Refuse new requests; `shutdown` waits for those that are there."""
         self._queue.draining = True
         self._texts.close()  # requests that wait for them are refused
+        self._grammars.close()
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, cut the rest (stored incomplete), stop."""

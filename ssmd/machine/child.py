@@ -43,8 +43,16 @@ class ChildError(RuntimeError):
     """A child failed to do a job: it exceeded a limit, crashed, or was ended. The message says which."""
 
 
+class UnavailableChild(ChildError):
+    """A child that the system did not start, or that could not do its opening job. No job is at fault."""
+
+
 class _UnstartedJob(ChildError):
     """A child was ended before it started a job, so that another child may try it."""
+
+
+class _UnopenedChild(UnavailableChild, _UnstartedJob):
+    """A child that was ended from outside before its opening job."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +176,12 @@ class Child:
                 start_new_session=True,  # a terminal's Ctrl-C is not for it
             )
         except OSError as err:
-            raise ChildError(f"no process could be started for it: {err}") from err
-        answer = self._exchange(self._process, self._opening, self._opening_s)
+            raise UnavailableChild(f"no process could be started for it: {err}") from err
+        try:
+            answer = self._exchange(self._process, self._opening, self._opening_s)
+        except ChildError as err:
+            kind = _UnopenedChild if isinstance(err, _UnstartedJob) else UnavailableChild
+            raise kind(str(err)) from err
         if "error" in answer.head:
             self._reap()
         elif self._opened is None:
@@ -190,7 +202,7 @@ class Child:
             if answer.head != self._opened:
                 self._reap()
                 said = answer.head.get("said", "it is not what it was")
-                raise ChildError(f"it was ended before, and cannot be opened again: {said}")
+                raise UnavailableChild(f"it was ended before, and cannot be opened again: {said}")
         assert self._process is not None
         return self._exchange(self._process, job, seconds)
 

@@ -62,6 +62,18 @@ def allow_processor(seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds), hard))
 
 
+def allow_memory(nbytes: int) -> None:
+    """Let this process map `nbytes` more of address space than now, within the limit of `confine`."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = nbytes + _address_space()
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
+
+
 def end_with(parent: int) -> None:
     """Have the kernel end this process when the thread that started it ends (Linux only).
 

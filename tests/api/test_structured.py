@@ -288,7 +288,7 @@ def test_a_grammar_that_fails_on_the_way_fails_the_answer(tiny: Daemon, monkeypa
     def tight() -> LLParserLimits:
         return LLParserLimits(step_max_items=60, verbose_errors=False)
 
-    monkeypatch.setattr(grammar, "_limits", tight)
+    monkeypatch.setattr(grammar, "limits", tight)
     found = chunks_until_error(tiny.chat(grammar=AMBIGUOUS, max_tokens=300, temperature=1, seed=1, stream=True))
     assert found[-1]["error"]["code"] == "grammar_failed"
     assert "cannot be followed any further" in found[-1]["error"]["message"]
@@ -303,6 +303,7 @@ def chunks_until_error(answer: Answer) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events(answer.body)]
 
 
+CENTS = {"type": "object", "properties": {"n": {"multipleOf": 300_001.5}}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"response_format": "json"}, "response_format", "invalid_value"),
@@ -341,6 +342,22 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": CITY, "choice": ["a"]}}, "structured_outputs.choice", "invalid_value"),
     ({"response_format": {"type": "json_object"}, "grammar": LARK}, "grammar", "invalid_value"),
     ({"guided_json": {"enum": ["x" * 300_000]}}, "guided_json", "invalid_value"),
+    ({"json_schema": {"items": {"multipleOf": 3_000_017}}}, "json_schema.items.multipleOf", "unsupported_schema"),
+    ({"guided_json": {"allOf": [{"pattern": f"{i}"} for i in range(20)]}}, "guided_json.allOf", "unsupported_schema"),
+    ({"grammar": "start: A\nA: " + " & ".join(["/a*/"] * 20)}, "grammar", "invalid_value"),
+    (
+        {
+            "response_format": format_of({"items": {"multipleOf": 3_000_017}}),
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        },
+        "response_format.json_schema.schema.items.multipleOf",
+        "unsupported_schema",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": CENTS}}]},
+        "tools[0].function.parameters.properties.n.multipleOf",
+        "unsupported_schema",
+    ),
 ]
 
 

@@ -239,9 +239,13 @@ def test_speculation(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str
 
 def test_structured(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
     structured.main([str(artifacts["granite-int8"])], rounds=1)
-    costs, runs = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| granite"))
+    lines = capsys.readouterr().out.splitlines()
+    costs, runs = (line for line in lines if line.startswith("| granite"))
     assert all(float(cell.replace(",", "")) > 0 for line in (costs, runs) for cell in line.split("|")[2:-1])
     assert float(runs.split("|")[2]) > FORCED_LEAST
+    plain, *others = (line.split("|")[1:-1] for line in lines[-5:])
+    assert [row[1].strip() for row in (plain, *others)] == ["yes", "no", "no", "no", "no"]
+    assert all(float(again) < float(first) for _, _, _, first, _, again in others)
 
 
 def test_store_scale(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

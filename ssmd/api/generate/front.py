@@ -33,6 +33,7 @@ from ssmd.engine.host.loader import LeaseRequest, ModelLease
 from ssmd.engine.metrics import CANCELLED, STOPPED
 from ssmd.engine.persist.replay import events
 from ssmd.engine.request import Delta, Event, Failure, Finish, Recall, Request, label
+from ssmd.engine.sampling.trial import PendingTrial
 from ssmd.engine.terms import Rejection
 
 log = logging.getLogger(__name__)
@@ -295,8 +296,19 @@ class _Exchange:
                 self._parsed = await self._run(lambda: parsed.told(engine.knows))
                 answering.followed = self._parsed.follow
             mine = replace(answering.request, load_ms=(time.perf_counter() - self._asked) * 1e3)
-            submit = partial(engine.submit_all, recallable=not self.parsed.background)
-            answering.begin(await self._run(lambda: submit(mine, self.delivery, self.delivery.check)))
+            submit = partial(engine.submit_all, recallable=not self.parsed.background, wait=False)
+            begun = None
+            while begun is None:
+                try:
+                    begun = await self._run(lambda: submit(mine, self.delivery, self.delivery.check))
+                except PendingTrial as pending:  # no thread waits for it
+                    try:
+                        await self.delivery.unless_done(pending.verdict)
+                    except BaseException:
+                        pending.verdict.cancel()
+                        raise
+                    pending.verdict.result()
+            answering.begin(begun)
         except AnswerStopped:
             self._host.metrics.request_failed(STOPPED, self._caller.name)
             answering.end_unbegun((time.perf_counter() - self._asked) * 1e3)

@@ -7,11 +7,13 @@ tens of microseconds, or milliseconds for hard grammars. It is done in a thread 
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -19,16 +21,25 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.engine.sampling.trial import (
+    MAX_FORCED,
+    NO_ANSWER,
+    PendingTrial,
+    Trials,
+    error_of,
+    is_plain,
+    limits,
+    opening_of,
+)
 from ssmd.engine.terms import Grammar, Rejection, Steps
+from ssmd.machine.child import Packet
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_BYTES = 256 << 10  # size of a grammar; a schema of 1,000 properties has a tenth of it
-MAX_FORCED = 5000  # tokens that a grammar may force at an answer's beginning
 FORCED_LEAST = 5  # forced tokens in a row from which on feeding them at once is quicker than steps
-_SHOWN = 300  # characters of llguidance's error in a message
 _THREADS = 2
 _KEPT = 8  # grammars kept after they were read: each turn sends its tools and schemas again
 _UNFIT = "doesn't satisfy the grammar"  # llguidance's error for a token that is not allowed
@@ -40,6 +51,9 @@ MAX_PARTS = 500  # properties of one object, or schemas of one list: the time to
 MAX_KEYS = 10_000  # keys of all objects together
 MAX_LEVELS = 1000  # levels, through references too: recursion overflows the stack, and ends the process, at 3,000
 MAX_PATTERN_CHARS = 16 << 10  # characters of all patterns: the time to read one grows faster than its length
+MAX_REMAINDERS = 200_000  # remainders by all `multipleOf` together: 100,000 of them take 0.4 s and 8 MiB to read
+MAX_MEETING = 12  # patterns that all apply to one text: the time to read them doubles with each
+MAX_LEVELS_TOGETHER = 64  # levels of `allOf` and references in which those are counted
 # Bounds of numbers. llguidance reads them as floats, and near the least integer of 64 bits it ends the process.
 LEAST, MOST = -(1 << 62), 1 << 62
 MAXIMUM = (1 << 63) - 1  # largest signed 64-bit integer, a common `maximum`; llguidance reads it as this number
@@ -58,6 +72,7 @@ MAX_RULES = 256  # rules: recursion overflows the stack, and ends the process, a
 _ENDLESS = re.compile(r"[*+~\\]|,\s*\}|x-guidance|%regex")
 _ONE_BY_ONE = '\n%llguidance {"no_forcing": true}\n'  # the last option counts
 _RULE = re.compile(r"[\w\]}]\s*:")
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//.*')  # texts, patterns and comments of Lark
 _SCHEMA = re.compile(r"%json\s*(?=[{\[\"])")
 
 
@@ -70,46 +85,67 @@ class Grammars:
         self._stop_tokens = sorted(stop_tokens) or [vocabulary]  # without any: an id that cannot be drawn
         self._making = threading.Lock()
         self._kept: OrderedDict[Grammar, Guide] = OrderedDict()  # last used last
+        self._trials = Trials(self._opening)
 
-    def read(self, grammar: Grammar) -> Guide:
+    def read(self, grammar: Grammar, client: str = "", *, wait: bool = True) -> Guide:
         """Return the guide of an answer from its beginning on; use `Guide.copy` for each choice.
 
-        Raises Rejection, for a part of the grammar if that part is wrong by itself.
+        A grammar that is not plain is tried in a child process first, in the client's turn. If its verdict is not known
+        yet, waits for it, or raises PendingTrial if `wait` is False. Raises Rejection, for a part of the grammar if
+        that part is wrong by itself.
         """
         with self._making:
             guide = self._kept.pop(grammar, None)
             if guide is not None:
                 self._kept[grammar] = guide
                 return guide.copy()
-        guide = self._read(grammar)
+        for one in (grammar, *grammar.parts):
+            _check(one)
+        plain = is_plain(grammar)
+        if not plain:
+            self._judge(grammar, client, wait)
+        guide = self._read(grammar, plain)
         with self._making:
             self._kept[grammar] = guide
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
             return guide.copy()
 
-    def _read(self, grammar: Grammar) -> Guide:
+    def close(self) -> None:
+        """End the child process. No new grammar can be read any more, except plain ones."""
+        self._trials.close()
+
+    def _judge(self, grammar: Grammar, client: str, wait: bool) -> None:
+        """Raise Rejection if the grammar failed its trial, and PendingTrial if it is not tried yet."""
+        pending = self._trials.verdict([self._text(one) for one in (grammar, *grammar.parts)], client)
+        if not (wait or pending.done()):
+            raise PendingTrial(pending)
+        verdict = pending.result()
+        if verdict.why:
+            whole = verdict.part is None or verdict.part >= len(grammar.parts)
+            raise _refused(grammar if whole else grammar.parts[verdict.part or 0], verdict.why, verdict.unsupported)
+
+    def _read(self, grammar: Grammar, plain: bool) -> Guide:
         from llguidance import LLMatcher
 
-        if (size := len(grammar.text.encode())) > MAX_BYTES:
-            said = f"{grammar.param} comes to a grammar of {size} bytes, at most {MAX_BYTES} are possible"
-            raise Rejection(said, code="invalid_value", param=grammar.param)
-        schema = _schema_of(grammar.text)
-        check_size(schema, grammar.param)
         with self._making:
             known, threads = self._known, self._threads
-        text = grammar.text if grammar.begun else _led(grammar.text, self._lead)
-        matcher = LLMatcher(known, text, log_level=0, limits=_limits())
+        matcher = LLMatcher(known, self._text(grammar), log_level=0, limits=limits())
         guide = Guide(matcher, known, threads, self._vocabulary, grammar.param)
         endless = not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED
         if endless or matcher.is_error() or not guide.goes_on:
-            for part in grammar.parts:
-                self._read(part)
-            why = _said(matcher) or "no answer is possible: it would never end, or this model's vocabulary has none"
-            param = grammar.param + ("" if schema is None else place_of(schema, why))
-            code = "invalid_value" if schema is None else "unsupported_schema"
-            raise Rejection(f"{param}: {why}", code=code, param=param)
+            for part in grammar.parts if plain else ():
+                self._read(part, plain)
+            raise _refused(grammar, error_of(matcher) or NO_ANSWER)
         return guide
+
+    def _text(self, grammar: Grammar) -> str:
+        return grammar.text if grammar.begun else _led(grammar.text, self._lead)
+
+    def _opening(self) -> Packet:
+        with self._making:
+            tokens = self._tokens
+        return opening_of(tokens.tokens, tokens.special_token_ids, self._stop_tokens)
 
     def warm_up(self) -> Steps:
         """Build in steps what the first grammar needs. Others' answers would wait for it, tenths of a second."""
@@ -220,7 +256,7 @@ class Guide:
         np.take(_BITS, bits, axis=0, out=self._mask)
 
     def _failed(self) -> Rejection:
-        why = _said(self._matcher)
+        why = error_of(self._matcher)
         said = f"{self._param} cannot be followed any further: {why}"
         # A retry fails again. The grammar is at fault, unless a token was taken that it never allowed.
         return Rejection(said, status=500 if _UNFIT in why else 400, code="grammar_failed", param=self._param)
@@ -289,21 +325,6 @@ def _bits() -> Floats:
 _BITS = _bits()
 
 
-def _limits() -> LLParserLimits:
-    """Return bounds of time and memory: about 100 ms to read a grammar, some ms for a mask. Beyond that it fails."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        max_items_in_row=1000,
-        initial_lexer_fuel=500_000,
-        step_lexer_fuel=100_000,
-        step_max_items=20_000,
-        max_lexer_states=50_000,
-        max_grammar_size=200_000,
-        verbose_errors=False,
-    )
-
-
 def _led(text: str, lead: str) -> str:
     """Build a grammar whose answers begin with `lead` in addition."""
     if not lead:
@@ -318,15 +339,25 @@ def _schema_of(text: str) -> Any:
     return json.loads(text)["grammars"][0].get("json_schema") if text.startswith("{") else None
 
 
-def _said(matcher: LLMatcher) -> str:
-    """Return llguidance's error."""
-    said = matcher.get_error().replace("<non-verbose/>", "").strip()
-    return said.replace("NoExtensionBias", "no text fits it")[:_SHOWN]
+def _check(grammar: Grammar) -> None:
+    """Raise Rejection if a grammar is too large."""
+    if (size := len(grammar.text.encode())) > MAX_BYTES:
+        said = f"{grammar.param} comes to a grammar of {size} bytes, at most {MAX_BYTES} are possible"
+        raise Rejection(said, code="invalid_value", param=grammar.param)
+    check_size(_schema_of(grammar.text), grammar.param)
+
+
+def _refused(grammar: Grammar, why: str, unsupported: bool = False) -> Rejection:
+    """Build the error for a grammar that llguidance refuses. unsupported: it met a limit in its trial."""
+    schema = _schema_of(grammar.text)
+    param = grammar.param + ("" if schema is None else place_of(schema, why))
+    code = "unsupported_schema" if unsupported or schema is not None else "invalid_value"
+    return Rejection(f"{param}: {why}", code=code, param=param)
 
 
 def check_size(schema: Any, param: str) -> None:
     """Raise Rejection if reading a schema would take long or a deep stack. param: of the request."""
-    patterns, references, named = 0, set[str](), False
+    patterns, references, named, remainders = 0, set[str](), False, 0
     for count, (way, keyword, value) in enumerate(_keywords({"": schema}, "")):
         way = way.removeprefix('[""]')
         if isinstance(value, dict) and not _counts(value):
@@ -349,7 +380,61 @@ def check_size(schema: Any, param: str) -> None:
         if patterns > MAX_PATTERN_CHARS:
             said = f"has patterns of more than {MAX_PATTERN_CHARS} characters up to here"
             raise _unsupported(f"{param}{way}", said)
+        if keyword == "multipleOf" and (count_here := _remainders(value)):
+            remainders += count_here
+            if remainders > MAX_REMAINDERS:
+                said = f"has {remainders} remainders up to here, at most {MAX_REMAINDERS} are possible"
+                raise _unsupported(f"{param}{way}", f"{said}; use a smaller multipleOf")
+        if keyword == "allOf" and isinstance(value, list):
+            _check_meeting(value, schema, f"{param}{way}")
     _check_levels(schema, references, named, param)
+
+
+def _remainders(multiple: Any) -> int:
+    """Return how many remainders a number has by `multipleOf`: llguidance has a state for each. 0.25 has 25.
+
+    0 if it is 0, not a number, or if it is beyond the bounds of numbers.
+    """
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not 0 < abs(multiple) <= MOST:
+        return 0
+    _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
+    assert isinstance(exponent, int)
+    return int("".join(map(str, digits)) + "0" * exponent)
+
+
+def _check_meeting(some: list[Any], root: Any, where: str) -> None:
+    """Raise Rejection if too many patterns or remainders of an `allOf` apply to one value. where: its place."""
+    patterns, remainders = _meeting({"allOf": some}, root, {})
+    if patterns > MAX_MEETING:
+        said = f"has {patterns} patterns that apply to one text, at most {MAX_MEETING} are possible"
+        raise _unsupported(where, said)
+    if remainders > MAX_REMAINDERS:
+        said = f"has more than {MAX_REMAINDERS} remainders together; use smaller ones in multipleOf"
+        raise _unsupported(where, said)
+
+
+def _meeting(schema: Any, root: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
+    """Return how many patterns apply to one value of a schema, and how many remainders. known: results, by id.
+
+    What is deeper than MAX_LEVELS_TOGETHER levels is not counted; the trial meets it.
+    """
+    if not isinstance(schema, dict) or depth > MAX_LEVELS_TOGETHER:
+        return 0, 1
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = 0, 1  # a circle adds nothing
+    patterns, remainders = int("pattern" in schema), _remainders(schema.get("multipleOf")) or 1
+    reference = schema.get("$ref")
+    target = [_target(root, reference)] if isinstance(reference, str) else []
+    for keyword, parts in (("$ref", target), *((name, schema.get(name)) for name in ("allOf", "anyOf", "oneOf"))):
+        found = [_meeting(one, root, known, depth + 1) for one in parts] if isinstance(parts, list) else []
+        if keyword in ("anyOf", "oneOf") and found:  # one of them applies
+            found = [(max(each[0] for each in found), max(each[1] for each in found))]
+        for more in found:
+            patterns += more[0]
+            remainders = min(math.lcm(remainders, more[1]), MAX_REMAINDERS + 1)
+    known[id(schema)] = patterns, remainders
+    return patterns, remainders
 
 
 def _check_levels(schema: Any, references: Collection[str], named: bool, param: str) -> None:
@@ -445,6 +530,8 @@ def check_lark(text: str, param: str) -> None:
     """Raise Rejection if reading a grammar would take long or a deep stack. param: of the request."""
     if len(text.encode()) > MAX_LARK_BYTES or len(_RULE.findall(text)) > MAX_RULES:
         raise _wrong(param, f"is too large: {MAX_LARK_BYTES} bytes and {MAX_RULES} rules are possible in Lark")
+    if (meeting := _QUOTED.sub("", text).count("&")) > MAX_MEETING:
+        raise _wrong(param, f"has {meeting} intersections (&), at most {MAX_MEETING} are possible")
     for found in _SCHEMA.finditer(text):
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, found.end())
