@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.engine.terms import Grammar, Rejection, Steps
+from ssmd.text.schemas import LEAST, MAXIMUM, MOST, step, target
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -40,16 +40,12 @@ MAX_PARTS = 500  # properties of one object, or schemas of one list: the time to
 MAX_KEYS = 10_000  # keys of all objects together
 MAX_LEVELS = 1000  # levels, through references too: recursion overflows the stack, and ends the process, at 3,000
 MAX_PATTERN_CHARS = 16 << 10  # characters of all patterns: the time to read one grows faster than its length
-# Bounds of numbers. llguidance reads them as floats, and near the least integer of 64 bits it ends the process.
-LEAST, MOST = -(1 << 62), 1 << 62
-MAXIMUM = (1 << 63) - 1  # largest signed 64-bit integer, a common `maximum`; llguidance reads it as this number
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _KEYWORD = re.compile(r'^Unimplemented keys: \["([^"]+)"')
 _VALUE = re.compile(r"^(?:Unknown (format)|Invalid (type)): (.*)$")
 _REFERENCE = re.compile(r"^(?:Pointer|Resource) '([^']*)'")
-_NAME = re.compile(r"[\w$]+")
 
 MAX_LARK_BYTES = 32 << 10
 MAX_RULES = 256  # rules: recursion overflows the stack, and ends the process, at 3,000
@@ -357,7 +353,7 @@ def _check_levels(schema: Any, references: Collection[str], named: bool, param: 
     whole = levels = _levels(schema)
     counted = {id(schema)}
     for reference in references:
-        target = None if named else _target(schema, reference)
+        target = None if named else target(schema, reference)
         if target is None:
             levels += whole
         elif id(target) not in counted:
@@ -396,7 +392,7 @@ def _keywords(value: Any, way: str) -> Iterator[tuple[str, str, Any]]:
     """Yield every key of a schema, in order: (its path, the key, its value)."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            mine = f"{way}.{key}" if _NAME.fullmatch(key) else f"{way}[{json.dumps(key)}]"
+            mine = way + step(key)
             yield mine, key, inner
             yield from _keywords(inner, mine)
     elif isinstance(value, list):
@@ -417,19 +413,6 @@ def _counts(schema: dict[str, Any]) -> bool:
     """Return True if `minProperties` is at most one more than the number of required properties."""
     least, required = schema.get("minProperties"), schema.get("required")
     return not isinstance(least, int) or least <= 1 + (len({*map(str, required)}) if isinstance(required, list) else 0)
-
-
-def _target(schema: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference points to; None if no path from the root leads there."""
-    found = schema if reference.startswith("#/") or reference == "#" else None
-    if found is not None and reference != "#":
-        for step in unquote(reference[2:]).split("/"):
-            key = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict):
-                found = found.get(key)
-            elif isinstance(found, list):
-                found = found[int(key)] if key.isdecimal() and int(key) < len(found) else None
-    return found
 
 
 def _levels(value: Any) -> int:
