@@ -6,7 +6,6 @@ import json
 import re
 from functools import lru_cache
 
-MAX_CHARS = 16 << 10  # length of a pattern to translate; the schema's patterns together may have no more
 _LETTERS = frozenset("dDwWsSnrtvf")  # letters with a meaning behind a backslash, but for those that are translated
 _QUANTIFIER = re.compile(r"\{\d+(,\d*)?\}")
 _LOOK = re.compile(r"\(\?(?:[=!]|<[=!])")
@@ -16,18 +15,12 @@ _PROPERTY = re.compile(r"\\[pP]\{[\w=]+\}")
 _CLASS_ESCAPE = re.compile(r"\\[dDwWsS]|\\[pP]\{[^}]*\}")
 
 
+@lru_cache(maxsize=256)
 def translated(pattern: str) -> str | None:
     """Return a pattern in llguidance's syntax, equal if it is so already; None if it has no equivalent there.
 
     These have none: look-around, word boundaries, back-references, and anchors in the middle.
     """
-    if len(pattern) > MAX_CHARS:
-        return pattern  # `check_size` refuses the schema
-    return _translated(pattern)
-
-
-@lru_cache(maxsize=256)
-def _translated(pattern: str) -> str | None:
     written = _Translation(pattern).whole()
     if written is not None and _has_inner_anchor(written) and not _is_read(written):
         return None

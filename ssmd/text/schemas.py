@@ -18,6 +18,8 @@ from urllib.parse import unquote
 from ssmd.text.closed import closed
 from ssmd.text.patterns import translated
 
+MAX_KEYS = 10_000  # keys of all objects together
+MAX_PATTERN_CHARS = 16 << 10  # characters of all patterns: the time to read one grows faster than its length
 # Bounds of numbers. llguidance reads them as floats, and near the least integer of 64 bits it ends the process.
 LEAST, MOST = -(1 << 62), 1 << 62
 MAXIMUM = (1 << 63) - 1  # largest signed 64-bit integer, a common `maximum`; llguidance reads it as this number
@@ -113,7 +115,7 @@ class _Reader:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._left = _MAX_COMPARED
+        self._left, self._keys, self._pattern_chars = _MAX_COMPARED, 0, 0
         self._tags: list[tuple[str, str]] = []  # references to objects, each with a property that they require
         self.ignored: list[str] = []
         self.why: dict[str, str] = {}
@@ -123,6 +125,9 @@ class _Reader:
         if not isinstance(schema, dict):
             self.why[way] = way
             return schema
+        self._keys += len(schema)
+        if self._keys > MAX_KEYS:
+            raise UnsupportedSchema("", f"has more than {MAX_KEYS} keys")
         if "not" in schema and allows_all(schema["not"]):
             self.why[way] = f"{way}.not"
             return False
@@ -173,10 +178,16 @@ class _Reader:
         if isinstance(format_ := made.get("format"), str) and format_ not in FORMATS:
             self._ignore(made, "format", way)
         if isinstance(pattern := made.get("pattern"), str):
-            if (written := translated(pattern)) is None:
+            if (written := self._translated(pattern, f"{way}.pattern")) is None:
                 self._ignore(made, "pattern", way)
             else:
                 made["pattern"] = written
+
+    def _translated(self, pattern: str, way: str) -> str | None:
+        self._pattern_chars += len(pattern)
+        if self._pattern_chars > MAX_PATTERN_CHARS:
+            raise UnsupportedSchema(way, f"has patterns of more than {MAX_PATTERN_CHARS} characters up to here")
+        return translated(pattern)
 
     def _array(self, made: Schema, way: str) -> None:
         if made.get("uniqueItems") is True:
@@ -199,11 +210,12 @@ class _Reader:
                     made["properties"] = {**dict.fromkeys(names, True), **made.get("properties", {})}
                 made.setdefault("additionalProperties", False)
         if isinstance(patterns := made.get("patternProperties"), dict):
-            for pattern in patterns:
-                if translated(pattern) is None:
-                    at = f"{way}.patternProperties{step(pattern)}"
+            made["patternProperties"] = found = {}
+            for pattern, one in patterns.items():
+                at = f"{way}.patternProperties{step(pattern)}"
+                if (written := self._translated(pattern, at)) is None:
                     raise UnsupportedSchema(at, "is not supported: a name's pattern can have no look-around")
-            made["patternProperties"] = {translated(pattern): one for pattern, one in patterns.items()}
+                found[written] = one
         if "propertyNames" in made:
             self._name_properties(made, f"{way}.propertyNames")
 

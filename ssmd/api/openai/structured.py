@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ssmd.api.http.body import StrictModel, brief, parse_object
-from ssmd.engine.sampling.grammar import check_lark, held
+from ssmd.engine.sampling.grammar import check_lark, enforced, held
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.text.closed import closed
-from ssmd.text.schemas import EnforceableSchema, UnsupportedSchema, enforceable
 
 MAX_CHOICES = 1000
 MAX_REGEX_CHARS = 32 << 10
@@ -117,18 +116,9 @@ def of_schema(schema: Any, param: str) -> Grammar:
     if not isinstance(schema, dict):
         raise _wrong(param, f"is not a JSON schema (got {brief(schema)}); that is an object")
     found = enforced(schema, param)
-    text = json.dumps(
-        {"grammars": [{"json_schema": closed(found.schema) | {"x-guidance": _COMPACT}}]}, ensure_ascii=False
-    )
+    compact = closed(found.schema) | {"x-guidance": _COMPACT}
+    text = json.dumps({"grammars": [{"json_schema": compact}]}, ensure_ascii=False)
     return Grammar(text, param, ignored=tuple(param + way for way in found.ignored), numbers=True)
-
-
-def enforced(schema: dict[str, Any], param: str) -> EnforceableSchema:
-    """Return a request's schema as llguidance can enforce it. Raises Rejection."""
-    try:
-        return enforceable(schema)
-    except UnsupportedSchema as err:
-        raise Rejection(f"{param}{err.way} {err.why}", code="unsupported_schema", param=param + err.way) from None
 
 
 def of_regex(regex: str, param: str) -> Grammar:

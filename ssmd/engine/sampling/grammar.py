@@ -18,8 +18,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.engine.sampling.digits import DigitBound, DigitTable
 from ssmd.engine.terms import Grammar, Rejection, Steps
-from ssmd.text.schemas import LEAST, MAXIMUM, MOST, step, target
+from ssmd.text.schemas import (
+    LEAST,
+    MAX_KEYS,
+    MAX_PATTERN_CHARS,
+    MAXIMUM,
+    MOST,
+    EnforceableSchema,
+    UnsupportedSchema,
+    enforceable,
+    step,
+    target,
+)
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -37,9 +49,7 @@ _MARK = b"\xff"  # prefix of a control token's name, as llguidance wants it
 Floats = NDArray[np.float32]
 
 MAX_PARTS = 500  # properties of one object, or schemas of one list: the time to read them grows with the square
-MAX_KEYS = 10_000  # keys of all objects together
 MAX_LEVELS = 1000  # levels, through references too: recursion overflows the stack, and ends the process, at 3,000
-MAX_PATTERN_CHARS = 16 << 10  # characters of all patterns: the time to read one grows faster than its length
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -94,9 +104,10 @@ class Grammars:
         check_size(schema, grammar.param)
         with self._making:
             known, threads = self._known, self._threads
+            digits = DigitBound(self._digits) if grammar.numbers else None
         text = grammar.text if grammar.begun else _led(grammar.text, self._lead)
         matcher = LLMatcher(known, text, log_level=0, limits=_limits())
-        guide = Guide(matcher, known, threads, self._vocabulary, grammar.param)
+        guide = Guide(matcher, known, threads, self._vocabulary, grammar.param, digits)
         endless = not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED
         if endless or matcher.is_error() or not guide.goes_on:
             for part in grammar.parts:
@@ -114,6 +125,9 @@ class Grammars:
         yield
         with self._making:
             _ = self._known
+        yield
+        with self._making:
+            _ = self._digits
         yield
 
     @cached_property
@@ -135,6 +149,10 @@ class Grammars:
         return _Vocabulary(self._tokenizer, self._stop_tokens, max(self._vocabulary, self._stop_tokens[-1] + 1))
 
     @cached_property
+    def _digits(self) -> DigitTable:
+        return DigitTable(self._tokens.tokens)
+
+    @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_THREADS, "ssmd-masks")  # they end with the last reference to it
 
@@ -149,12 +167,14 @@ class Guide:
         threads: ThreadPoolExecutor,
         vocabulary: int,
         param: str,
+        digits: DigitBound | None = None,
         first: Floats | None = None,
     ) -> None:
-        """Begin an answer. param: of the request, for errors. first: the first mask, if it is known."""
+        """Begin an answer. param: of the request, for errors. digits: None for no bound. first: the first mask."""
         self.ended = False  # the grammar allows no more tokens but one that stops
         self._matcher, self._known, self._threads = matcher, known, threads
         self._vocabulary, self._param = vocabulary, param
+        self._digits = digits
         self._making: Future[None] | None = None
         if first is None:
             self._mask = np.empty((0, 8), np.float32)
@@ -164,7 +184,8 @@ class Guide:
 
     def copy(self) -> Guide:
         """Copy it for another choice, before any token was taken."""
-        return Guide(self._matcher.deep_copy(), self._known, self._threads, self._vocabulary, self._param, self._mask)
+        matcher, digits = self._matcher.deep_copy(), self._digits and self._digits.copy()
+        return Guide(matcher, self._known, self._threads, self._vocabulary, self._param, digits, self._mask)
 
     @property
     def goes_on(self) -> bool:
@@ -205,6 +226,8 @@ class Guide:
         if matcher.is_error():
             raise self._failed()
         self.ended = matcher.is_stopped()
+        if self._digits is not None:
+            self._digits.take([token, *forced])
         if not self.ended:
             self._making = self._threads.submit(self._make)
         return forced
@@ -214,6 +237,8 @@ class Guide:
         if self._mask.shape[0] != bits.size:
             self._mask = np.empty((bits.size, 8), np.float32)
         np.take(_BITS, bits, axis=0, out=self._mask)
+        if self._digits is not None:
+            self._digits.apply(self._mask.reshape(-1))
 
     def _failed(self) -> Rejection:
         why = _said(self._matcher)
@@ -318,6 +343,14 @@ def _said(matcher: LLMatcher) -> str:
     """Return llguidance's error."""
     said = matcher.get_error().replace("<non-verbose/>", "").strip()
     return said.replace("NoExtensionBias", "no text fits it")[:_SHOWN]
+
+
+def enforced(schema: Any, param: str) -> EnforceableSchema:
+    """Return a schema as llguidance can enforce it. param: of the request. Raises Rejection."""
+    try:
+        return enforceable(schema)
+    except UnsupportedSchema as err:
+        raise _unsupported(param + err.way, err.why) from None
 
 
 def check_size(schema: Any, param: str) -> None:

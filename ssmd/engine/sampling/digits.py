@@ -1,0 +1,79 @@
+"""A bound on the digits of JSON numbers. llguidance has none, so a small model may write digits until its tokens end.
+
+The bound acts on masks, not on the grammar: a schema has no keyword that bounds a fraction or an exponent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+WHOLE = 19  # digits before the point: those of the largest 64-bit integer
+FRACTION = 17  # digits behind it: a 64-bit float has no more
+SECONDS = 9  # digits of a fraction of a second: nanoseconds
+EXPONENT = 2  # with these, all numbers are finite as 64-bit floats, and any JSON reader takes them
+_NUMBER = re.compile(rb"(?:(?P<seconds>:[0-9]{2}\.)|(?P<fraction>\.)|(?P<exponent>[eE][+-]?))?([0-9]+)\Z")
+_LIMITS = {"seconds": SECONDS, "fraction": FRACTION, "exponent": EXPONENT, None: WHOLE}
+_NEAR = 12  # digits left from which on masks are looked at; hardly any token has more
+_TAIL = 32  # bytes of the answer that are kept: a number's digits and what stands before them
+_DIGITS = b"0123456789"
+# First bytes of tokens that may follow a digit of a number, and one of a fraction of a second. In a string others may.
+_BEHIND_NUMBERS = frozenset(b"0123456789.eE,}] \t\r\n")
+_BEHIND_SECONDS = frozenset(b"0123456789Zz+-")
+_CONTROL = 0xFF  # first byte of control tokens, such as the one that ends an answer
+
+Floats = NDArray[np.float32]
+
+
+class DigitTable:
+    """Facts about a model's tokens that bounding digits needs."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        """tokens: the bytes of each token [V]."""
+        self.tokens = tokens
+        self.leading = np.array([len(one) - len(one.lstrip(_DIGITS)) for one in tokens], np.int16)  # (V,)
+        first = np.array([one[0] if one else _CONTROL for one in tokens], np.uint8)  # (V,)
+        self.behind_numbers = _members(_BEHIND_NUMBERS)[first]  # (V,)
+        self.behind_seconds = _members(_BEHIND_SECONDS)[first]  # (V,)
+
+
+class DigitBound:
+    """Bounds the digits of the numbers in one answer."""
+
+    def __init__(self, table: DigitTable, tail: bytes = b"") -> None:
+        self._table, self._tail = table, tail
+
+    def copy(self) -> DigitBound:
+        """Copy it for another choice."""
+        return DigitBound(self._table, self._tail)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Note the next tokens of the answer."""
+        self._tail = (self._tail + b"".join(map(self._table.tokens.__getitem__, tokens)))[-_TAIL:]
+
+    def apply(self, mask: Floats) -> None:
+        """Exclude tokens [V or more] with too many digits for the number that the answer ends in.
+
+        Nothing is excluded within a string, or if a bound of the schema needs more digits.
+        """
+        found = _NUMBER.search(self._tail) if self._tail[-1:].isdigit() else None
+        if found is None:
+            return
+        room = max(0, _LIMITS[found.lastgroup] - len(found[4]))
+        if room >= _NEAR:
+            return
+        table = self._table
+        mask = mask[: len(table.tokens)]  # (V,)
+        allowed = mask == 0  # (V,)
+        behind = table.behind_numbers if found.lastgroup != "seconds" else table.behind_seconds  # (V,)
+        banned = allowed & (table.leading > room)  # (V,)
+        if not (allowed & ~behind).any() and (allowed & ~banned).any():
+            mask[banned] = -np.inf
+
+
+def _members(firsts: frozenset[int]) -> NDArray[np.bool_]:
+    """Return for each first byte if it is one of these, or that of a control token [256]."""
+    return np.isin(np.arange(256), [*firsts, _CONTROL])
