@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas: JavaScript's syntax, translated to the syntax of Rust's that llguidance reads."""
+"""Patterns of JSON schemas: JavaScript's regular expressions, translated to Rust's, which llguidance reads."""
 
 from __future__ import annotations
 

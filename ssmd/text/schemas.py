@@ -51,8 +51,9 @@ _ADVICE = {
 }
 # Keywords by which a schema forbids a value.
 _CONSTRAINTS = frozenset({
-    *("type", "enum", "const", "format", "pattern", "multipleOf", "required", "uniqueItems", "minContains", "maxContains"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "then", "else", *_COUNTS, *_ADVICE),
+    *("type", "enum", "const", "format", "pattern", "multipleOf", "required", "uniqueItems", "then", "else"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minContains", "maxContains"),
+    *_COUNTS, *_ADVICE,
     *("properties", "patternProperties", "$ref", *_LISTED, *_ALONE),
 })  # fmt: skip
 _DIALECT = re.compile(r"https?://json-schema\.org/draft(-0[3467]/schema#?|/20(19-09|20-12)/schema#?)")
@@ -97,7 +98,7 @@ def step(key: str) -> str:
     return f".{key}" if _KEY.fullmatch(key) else f"[{json.dumps(key)}]"
 
 
-def target(schema: Any, reference: str) -> Any:
+def resolve(schema: Any, reference: str) -> Any:
     """Return the part of a schema that a reference points to; None if no path from the root leads there."""
     found = schema if reference.startswith("#/") or reference == "#" else None
     if found is not None and reference != "#":
@@ -111,7 +112,7 @@ def target(schema: Any, reference: str) -> Any:
 
 
 class _Reader:
-    """Reads one schema. ignored: as in an EnforceableSchema. why: by path of a part without values, what forbids them."""
+    """Reads one schema. ignored: as in an EnforceableSchema. why: what forbids all values, by path of a part."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -226,7 +227,7 @@ class _Reader:
         self._left -= 1
         joined = list(schema["allOf"]) if isinstance(schema.get("allOf"), list) else []
         if "$ref" in schema:
-            joined.append(target(self._root, str(schema["$ref"])))
+            joined.append(resolve(self._root, str(schema["$ref"])))
         names: dict[str, Any] = {}
         for one in joined:
             if self._left < 0 or (inner := self._names(one, depth + 1)) is None:
@@ -254,11 +255,12 @@ class _Reader:
                     raise UnsupportedSchema(way, f"does not allow {json.dumps(name)}, which is required")
             made["properties"] = {name: properties.get(name, others) for name in allowed}
         elif not properties and rest <= {"pattern", "minLength", "maxLength", "format"}:
-            pattern, least, most = (names.get(key) for key in ("pattern", "minLength", "maxLength"))
-            if not isinstance(pattern, str | None) or not isinstance(least, int | None) or not isinstance(most, int | None):
+            pattern, *lengths = (names.get(key) for key in ("pattern", "minLength", "maxLength"))
+            if not isinstance(pattern, str | None) or not all(isinstance(one, int | None) for one in lengths):
                 return
             if pattern is None and rest & {"minLength", "maxLength"}:
-                pattern = f"^(?s:.{{{least or 0},{'' if most is None else most}}})$"
+                least, most = ("" if one is None else one for one in lengths)
+                pattern = f"^(?s:.{{{least or 0},{most}}})$"
                 rest -= {"minLength", "maxLength"}
             self.ignored += [way + step(key) for key in sorted(rest - {"pattern"})]
             if pattern is not None:
@@ -295,14 +297,15 @@ class _Reader:
     def require_tags(self, root: Any) -> None:
         """Require the property that tells an object from the others of its `oneOf`, as OpenAPI's discriminator does."""
         for reference, name in self._tags:
-            _require(target(root, reference), name)
+            _require(resolve(root, reference), name)
 
 
 def allows_all(schema: Any) -> bool:
     """Return True if a schema has no keyword that forbids a value."""
-    if isinstance(schema, dict):
-        return not schema.keys() & _CONSTRAINTS or (schema.keys() & _CONSTRAINTS == {"not"} and _forbids_all(schema["not"]))
-    return schema is True
+    if not isinstance(schema, dict):
+        return schema is True
+    constraints = schema.keys() & _CONSTRAINTS
+    return not constraints or (constraints == {"not"} and _forbids_all(schema["not"]))
 
 
 def _forbids_all(schema: Any) -> bool:
@@ -408,13 +411,15 @@ class _Comparison:
             return False
         for one, other in ((a, b), (b, a)):
             if "$ref" in one:
-                aim = target(self._root, str(one["$ref"])) if self._follow else None
+                aim = resolve(self._root, str(one["$ref"])) if self._follow else None
                 if aim is None or self._apart(aim, other, tag, depth + 1):
                     return aim is not None
             for key, enough in (("allOf", any), ("anyOf", all), ("oneOf", all)):
-                if isinstance(parts := one.get(key), list) and parts:
-                    if enough(self._apart(part, other, tag, depth + 1) for part in parts):
-                        return True
+                parts = one.get(key)
+                if not isinstance(parts, list) or not parts:
+                    continue
+                if enough(self._apart(part, other, tag, depth + 1) for part in parts):
+                    return True
         common = _kinds(a) & _kinds(b)
         listed, others = _values(a), _values(b)
         if listed is not None and others is not None and (self._follow or not common & {"integer", "number"}):

@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.engine.sampling.digits import DigitBound, DigitTable
+from ssmd.engine.sampling.refusals import parts_of, place_of, worded
 from ssmd.engine.terms import Grammar, Rejection, Steps
 from ssmd.text.schemas import (
     LEAST,
@@ -29,8 +30,8 @@ from ssmd.text.schemas import (
     EnforceableSchema,
     UnsupportedSchema,
     enforceable,
+    resolve,
     step,
-    target,
 )
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 << 10  # size of a grammar; a schema of 1,000 properties has a tenth of it
 MAX_FORCED = 5000  # tokens that a grammar may force at an answer's beginning
 FORCED_LEAST = 5  # forced tokens in a row from which on feeding them at once is quicker than steps
-_SHOWN = 300  # characters of llguidance's error in a message
 _THREADS = 2
 _KEPT = 8  # grammars kept after they were read: each turn sends its tools and schemas again
 _UNFIT = "doesn't satisfy the grammar"  # llguidance's error for a token that is not allowed
@@ -53,9 +53,6 @@ MAX_LEVELS = 1000  # levels, through references too: recursion overflows the sta
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_KEYWORD = re.compile(r'^Unimplemented keys: \["([^"]+)"')
-_VALUE = re.compile(r"^(?:Unknown (format)|Invalid (type)): (.*)$")
-_REFERENCE = re.compile(r"^(?:Pointer|Resource) '([^']*)'")
 
 MAX_LARK_BYTES = 32 << 10
 MAX_RULES = 256  # rules: recursion overflows the stack, and ends the process, at 3,000
@@ -112,8 +109,14 @@ class Grammars:
         if endless or matcher.is_error() or not guide.goes_on:
             for part in grammar.parts:
                 self._read(part)
-            why = _said(matcher) or "no answer is possible: it would never end, or this model's vocabulary has none"
-            param = grammar.param + ("" if schema is None else place_of(schema, why))
+            why = matcher.get_error().replace("<non-verbose/>", "").strip()
+            place = "" if schema is None else place_of(_keywords(schema, ""), why)
+            if not place:
+                for way, part in parts_of(schema, _keywords(schema, ""), why):  # the wrong one is refused with its path
+                    text = json.dumps({"grammars": [{"json_schema": part}]})
+                    self._read(Grammar(text, grammar.param + way))
+            param = grammar.param + place
+            why = worded(why) or "no answer is possible: it would never end, or this model's vocabulary has none"
             code = "invalid_value" if schema is None else "unsupported_schema"
             raise Rejection(f"{param}: {why}", code=code, param=param)
         return guide
@@ -339,10 +342,15 @@ def _schema_of(text: str) -> Any:
     return json.loads(text)["grammars"][0].get("json_schema") if text.startswith("{") else None
 
 
+def _with_schema(text: str, schema: Any) -> str:
+    """Return the grammar of a JSON schema with another in its place."""
+    first, *others = json.loads(text)["grammars"]
+    return json.dumps({"grammars": [{**first, "json_schema": schema}, *others]})
+
+
 def _said(matcher: LLMatcher) -> str:
     """Return llguidance's error."""
-    said = matcher.get_error().replace("<non-verbose/>", "").strip()
-    return said.replace("NoExtensionBias", "no text fits it")[:_SHOWN]
+    return worded(matcher.get_error())
 
 
 def enforced(schema: Any, param: str) -> EnforceableSchema:
@@ -386,7 +394,7 @@ def _check_levels(schema: Any, references: Collection[str], named: bool, param: 
     whole = levels = _levels(schema)
     counted = {id(schema)}
     for reference in references:
-        target = None if named else target(schema, reference)
+        target = None if named else resolve(schema, reference)
         if target is None:
             levels += whole
         elif id(target) not in counted:
@@ -395,30 +403,6 @@ def _check_levels(schema: Any, references: Collection[str], named: bool, param: 
         if levels > MAX_LEVELS:
             said = f"has more than {MAX_LEVELS} levels, with those of what it refers to"
             raise _unsupported(param, said)
-
-
-def place_of(schema: Any, why: str) -> str:
-    """Return the path of the keyword that llguidance refuses, "" if that is unknown. why: llguidance's error."""
-    wanted = _wanted(why)
-    if wanted is not None:
-        for way, keyword, value in _keywords(schema, ""):
-            if wanted(keyword, value):
-                return way
-    return ""
-
-
-def _wanted(why: str) -> Callable[[str, Any], bool] | None:
-    """Return a test for the keyword and value that llguidance's error names; None if it names none."""
-    if found := _KEYWORD.search(why):
-        name = found[1]
-        return lambda keyword, value: keyword == name
-    if found := _VALUE.search(why):
-        name, said = found[1] or found[2], found[3]
-        return lambda keyword, value: keyword == name and value == said
-    if found := _REFERENCE.search(why):
-        said = found[1]
-        return lambda keyword, value: keyword == "$ref" and str(value).lstrip("#") == said
-    return None
 
 
 def _keywords(value: Any, way: str) -> Iterator[tuple[str, str, Any]]:
