@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
@@ -34,6 +35,7 @@ _ALONE = ("items", "additionalItems", "additionalProperties", "propertyNames")
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _ENCODINGS = ("contentEncoding", "contentMediaType", "contentSchema")
+_OF_NAMES = frozenset({"pattern", "minLength", "maxLength", "format"})  # keywords of names that become a pattern
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 # Keywords that llguidance does not enforce, each with a way to say the same.
 _ADVICE = {
@@ -59,7 +61,7 @@ _CONSTRAINTS = frozenset({
 _DIALECT = re.compile(r"https?://json-schema\.org/draft(-0[3467]/schema#?|/20(19-09|20-12)/schema#?)")
 _KEY = re.compile(r"[\w$]+")
 _MAX_STEPS = 12  # references followed one after the other
-_MAX_COMPARED = 20_000  # parts of a schema that are looked at to compare the alternatives of its `oneOf`s
+_MAX_COMPARED = 50_000  # parts of a schema that are looked at to compare the alternatives of its `oneOf`s
 
 Schema = dict[str, Any]
 
@@ -116,10 +118,14 @@ class _Reader:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._left, self._keys, self._pattern_chars = _MAX_COMPARED, 0, 0
+        self._keys, self._pattern_chars = 0, 0
         self._tags: list[tuple[str, str]] = []  # references to objects, each with a property that they require
         self.ignored: list[str] = []
         self.why: dict[str, str] = {}
+
+    @cached_property
+    def _compare(self) -> _Comparison:
+        return _Comparison(self._root)
 
     def read(self, schema: Any, way: str) -> Any:
         """Return a schema or a part of one without what llguidance refuses; False if nothing is valid by it."""
@@ -224,13 +230,13 @@ class _Reader:
         """Return the properties that a schema and the schemas it joins name; None if they depend on the value."""
         if not isinstance(schema, dict) or depth > _MAX_STEPS:
             return None
-        self._left -= 1
+        self._compare.left -= 1
         joined = list(schema["allOf"]) if isinstance(schema.get("allOf"), list) else []
         if "$ref" in schema:
             joined.append(resolve(self._root, str(schema["$ref"])))
         names: dict[str, Any] = {}
         for one in joined:
-            if self._left < 0 or (inner := self._names(one, depth + 1)) is None:
+            if self._compare.left < 0 or (inner := self._names(one, depth + 1)) is None:
                 return None
             names |= inner
         open_ = {"patternProperties", *_JOINING} - {"allOf", "$ref"}
@@ -243,6 +249,11 @@ class _Reader:
         """Write `propertyNames` as properties, or as one pattern of their names."""
         names, required = made["propertyNames"], made.get("required", [])
         properties, others = made.get("properties", {}), made.get("additionalProperties", True)
+        if isinstance(names, dict) and names.keys() & _CONSTRAINTS == {"$ref"}:  # such as an enum in $defs
+            aim = resolve(self._root, str(names["$ref"]))
+            if not isinstance(aim, dict) or not aim.keys() & _CONSTRAINTS <= {"type", "enum", "const", *_OF_NAMES}:
+                return
+            names = self.read(aim, way)
         if not isinstance(names, dict) or "string" not in types_of(names):
             names = {"enum": []}  # false: no property has a name
         if not isinstance(properties, dict) or not isinstance(required, list) or "patternProperties" in made:
@@ -254,7 +265,8 @@ class _Reader:
                 if name not in allowed:
                     raise UnsupportedSchema(way, f"does not allow {json.dumps(name)}, which is required")
             made["properties"] = {name: properties.get(name, others) for name in allowed}
-        elif not properties and rest <= {"pattern", "minLength", "maxLength", "format"}:
+            made["additionalProperties"] = False
+        elif not properties and rest <= _OF_NAMES:
             pattern, *lengths = (names.get(key) for key in ("pattern", "minLength", "maxLength"))
             if not isinstance(pattern, str | None) or not all(isinstance(one, int | None) for one in lengths):
                 return
@@ -265,10 +277,9 @@ class _Reader:
             self.ignored += [way + step(key) for key in sorted(rest - {"pattern"})]
             if pattern is not None:
                 made["patternProperties"] = {pattern: others}
+                made["additionalProperties"] = False
         elif rest:
             return
-        if rest:
-            made["additionalProperties"] = False if rest != {"format"} else others
         del made["propertyNames"]
 
     def _exclusive(self, made: Schema) -> None:
@@ -276,7 +287,7 @@ class _Reader:
         many = made.get("oneOf")
         if not isinstance(many, list) or "anyOf" in made:
             return
-        compare = _Comparison(self._root, self._left)
+        compare = self._compare
         if compare.apart_in_pairs(many, follow=False):
             return
         if not compare.apart_in_pairs(many, follow=True):
@@ -289,7 +300,7 @@ class _Reader:
                     self._tags.append((str(one["$ref"]), name))
                 else:
                     _require(one, name)
-        self._left = compare.left
+        made.pop("discriminator", None)  # llguidance does not take one in a schema that refers to itself
         parts = [("anyOf" if key == "oneOf" else key, value) for key, value in made.items()]
         made.clear()
         made.update(parts)
@@ -388,10 +399,10 @@ def _require(schema: Any, name: str) -> None:
 
 
 class _Comparison:
-    """Compares schemas of one root. left: number of comparisons that it may still make."""
+    """Compares schemas of one root. left: number of schemas that it may still look at."""
 
-    def __init__(self, root: Any, left: int) -> None:
-        self._root, self.left = root, left
+    def __init__(self, root: Any) -> None:
+        self._root, self.left = root, _MAX_COMPARED
         self._closes = closed(root) is not root
 
     def apart_in_pairs(self, schemas: Sequence[Any], *, follow: bool, tag: str = "") -> bool:

@@ -210,7 +210,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"anyOf": [{"not": True}, False]}, ".anyOf[0].not"),
     ({"properties": {"a": {"type": "string", "maxLength": "4"}}}, ".properties.a.maxLength"),
     ({"properties": {"a": {"required": "b"}}}, ".properties.a.required"),
-    ({"properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}, "required": ["a"], "type": "object"}, ".properties.a.minLength"),
+    ({"allOf": [{"items": {}}, {"type": "string", "minLength": 3, "maxLength": 2}]}, ".allOf[1].minLength"),
     ({"properties": {"a": {"properties": {"b": {}}, "minProperties": 1}}}, ".properties.a.minProperties"),
     ({"items": {"propertyNames": {"const": "a"}, "required": ["b"]}}, ".items.propertyNames"),
     ({"items": {"propertyNames": {"not": {"const": "a"}}}}, ".items.propertyNames.not"),
