@@ -15,15 +15,14 @@ WHOLE = 19  # digits before the point: those of the largest 64-bit integer
 FRACTION = 17  # digits behind it: a 64-bit float has no more
 SECONDS = 9  # digits of a fraction of a second: nanoseconds
 EXPONENT = 2  # with these, all numbers are finite as 64-bit floats, and any JSON reader takes them
-_NUMBER = re.compile(rb"(?:(?P<seconds>:[0-9]{2}\.)|(?P<fraction>\.)|(?P<exponent>[eE][+-]?))?([0-9]+)\Z")
-_LIMITS = {"seconds": SECONDS, "fraction": FRACTION, "exponent": EXPONENT, None: WHOLE}
+_NUMBER = re.compile(rb"(:[0-9]{2}:[0-9]{2}\.)?(\.|[eE][+-]?)?([0-9]+)\Z")  # (seconds, point or exponent, digits)
 _NEAR = 12  # digits left from which on masks are looked at; hardly any token has more
 _TAIL = 32  # bytes of the answer that are kept: a number's digits and what stands before them
 _DIGITS = b"0123456789"
 # First bytes of tokens that may follow a digit of a number, and one of a fraction of a second. In a string others may.
 _BEHIND_NUMBERS = frozenset(b"0123456789.eE,}] \t\r\n")
 _BEHIND_SECONDS = frozenset(b"0123456789Zz+-")
-_CONTROL = 0xFF  # first byte of control tokens, such as the one that ends an answer
+_CONTROL = 0xFF  # first byte of control tokens, and here of those that end an answer
 
 Floats = NDArray[np.float32]
 
@@ -31,11 +30,12 @@ Floats = NDArray[np.float32]
 class DigitTable:
     """Facts about a model's tokens that bounding digits needs."""
 
-    def __init__(self, tokens: Sequence[bytes]) -> None:
-        """tokens: the bytes of each token [V]."""
+    def __init__(self, tokens: Sequence[bytes], stop_tokens: Sequence[int]) -> None:
+        """tokens: the bytes of each token [V]. stop_tokens: those that end an answer."""
         self.tokens = tokens
         self.leading = np.array([len(one) - len(one.lstrip(_DIGITS)) for one in tokens], np.int16)  # (V,)
         first = np.array([one[0] if one else _CONTROL for one in tokens], np.uint8)  # (V,)
+        first[list(stop_tokens)] = _CONTROL
         self.behind_numbers = _members(_BEHIND_NUMBERS)[first]  # (V,)
         self.behind_seconds = _members(_BEHIND_SECONDS)[first]  # (V,)
 
@@ -62,13 +62,15 @@ class DigitBound:
         found = _NUMBER.search(self._tail) if self._tail[-1:].isdigit() else None
         if found is None:
             return
-        room = max(0, _LIMITS[found.lastgroup] - len(found[4]))
+        seconds, before, digits = found[1], found[2] or b"", found[3]
+        most = SECONDS if seconds else WHOLE if not before else FRACTION if before == b"." else EXPONENT
+        room = max(0, most - len(digits))
         if room >= _NEAR:
             return
         table = self._table
         mask = mask[: len(table.tokens)]  # (V,)
         allowed = mask == 0  # (V,)
-        behind = table.behind_numbers if found.lastgroup != "seconds" else table.behind_seconds  # (V,)
+        behind = table.behind_seconds if seconds else table.behind_numbers  # (V,)
         banned = allowed & (table.leading > room)  # (V,)
         if not (allowed & ~behind).any() and (allowed & ~banned).any():
             mask[banned] = -np.inf

@@ -153,7 +153,7 @@ class Grammars:
 
     @cached_property
     def _digits(self) -> DigitTable:
-        return DigitTable(self._tokens.tokens)
+        return DigitTable(self._tokens.tokens, self._stop_tokens)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
