@@ -282,7 +282,10 @@ def published_by(program: Path, arguments: Sequence[str]) -> dict[str, Schema]:
         assert server.stdin is not None
         assert server.stdout is not None
         told = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "corpus", "version": "1"}}
-        asked = [{"id": 1, "method": "initialize", "params": told}, {"method": "notifications/initialized"}]
+        asked: list[dict[str, Any]] = [
+            {"id": 1, "method": "initialize", "params": told},
+            {"method": "notifications/initialized"},
+        ]
         for message in (*asked, {"id": 2, "method": "tools/list"}):
             server.stdin.write(json.dumps({"jsonrpc": "2.0", **message}) + "\n")
             server.stdin.flush()
