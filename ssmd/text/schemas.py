@@ -32,6 +32,7 @@ FORMATS = frozenset(
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _ALONE = ("items", "additionalItems", "additionalProperties", "propertyNames")
+_APPLYING = frozenset({*_NAMED, *_LISTED, *_ALONE})
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _ENCODINGS = ("contentEncoding", "contentMediaType", "contentSchema")
@@ -51,6 +52,10 @@ _ADVICE = {
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
 }
+_ANNOTATIONS = frozenset({
+    *("$anchor", "$comment", "$defs", "$id", "$schema", "definitions", "default", "deprecated", "description"),
+    *("example", "examples", "id", "readOnly", "title", "writeOnly"),
+})  # fmt: skip
 # Keywords by which a schema forbids a value.
 _CONSTRAINTS = frozenset({
     *("type", "enum", "const", "format", "pattern", "multipleOf", "required", "uniqueItems", "then", "else"),
@@ -58,6 +63,21 @@ _CONSTRAINTS = frozenset({
     *_COUNTS, *_ADVICE,
     *("properties", "patternProperties", "$ref", *_LISTED, *_ALONE),
 })  # fmt: skip
+# Keywords that llguidance enforces in any form, annotations, and those whose parts are all that has to be read.
+_SIMPLE = _ANNOTATIONS - {"$schema"} | {
+    *(
+        "type",
+        "enum",
+        "const",
+        "required",
+        "$ref",
+        "properties",
+        "items",
+        "additionalProperties",
+        "anyOf",
+        "prefixItems",
+    ),
+}
 _DIALECT = re.compile(r"https?://json-schema\.org/draft(-0[3467]/schema#?|/20(19-09|20-12)/schema#?)")
 _KEY = re.compile(r"[\w$]+")
 _MAX_STEPS = 12  # references followed one after the other
@@ -130,7 +150,8 @@ class _Reader:
     def read(self, schema: Any, way: str) -> Any:
         """Return a schema or a part of one without what llguidance refuses; False if nothing is valid by it."""
         if not isinstance(schema, dict):
-            self.why[way] = way
+            if schema is False:
+                self.why[way] = way
             return schema
         self._keys += len(schema)
         if self._keys > MAX_KEYS:
@@ -138,7 +159,10 @@ class _Reader:
         if "not" in schema and allows_all(schema["not"]):
             self.why[way] = f"{way}.not"
             return False
-        made = {key: self._part(key, value, way + step(key)) for key, value in schema.items()}
+        without_values = len(self.why)
+        made = {key: self._part(key, one, way) if key in _APPLYING else one for key, one in schema.items()}
+        if _SIMPLE.issuperset(made) and len(self.why) == without_values:
+            return made
         _drop_empty(made)
         _narrow(made)
         if (none := self._without_values(made, way)) is not None:
@@ -155,10 +179,10 @@ class _Reader:
 
     def _part(self, key: str, value: Any, way: str) -> Any:
         if key in _NAMED and isinstance(value, dict):
-            return {name: self.read(one, way + step(name)) for name, one in value.items()}
+            return {name: self.read(one, f"{way}.{key}{step(name)}") for name, one in value.items()}
         if (key in _LISTED or key == "items") and isinstance(value, list):
-            return [self.read(one, f"{way}[{i}]") for i, one in enumerate(value)]
-        return self.read(value, way) if key in _ALONE else value
+            return [self.read(one, f"{way}.{key}[{i}]") for i, one in enumerate(value)]
+        return self.read(value, f"{way}.{key}") if key in _ALONE and isinstance(value, dict) else value
 
     def _without_values(self, made: Schema, way: str) -> str | None:
         """Return the path of what forbids all values of a schema whose parts were read; None if it has values."""

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +43,7 @@ MAX_FORCED = 5000  # tokens that a grammar may force at an answer's beginning
 FORCED_LEAST = 5  # forced tokens in a row from which on feeding them at once is quicker than steps
 _THREADS = 2
 _KEPT = 8  # grammars kept after they were read: each turn sends its tools and schemas again
+_MAX_KEPT_CHARS = 8 << 10  # length of a schema that is kept as it is enforced: each turn sends its tools again
 _UNFIT = "doesn't satisfy the grammar"  # llguidance's error for a token that is not allowed
 _MARK = b"\xff"  # prefix of a control token's name, as llguidance wants it
 
@@ -355,10 +356,16 @@ def _said(matcher: LLMatcher) -> str:
 
 def enforced(schema: Any, param: str) -> EnforceableSchema:
     """Return a schema as llguidance can enforce it. param: of the request. Raises Rejection."""
+    text = json.dumps(schema)
     try:
-        return enforceable(schema)
+        return _enforceable(text) if len(text) <= _MAX_KEPT_CHARS else enforceable(schema)
     except UnsupportedSchema as err:
         raise _unsupported(param + err.way, err.why) from None
+
+
+@lru_cache(maxsize=64)
+def _enforceable(text: str) -> EnforceableSchema:
+    return enforceable(json.loads(text))
 
 
 def check_size(schema: Any, param: str) -> None:
