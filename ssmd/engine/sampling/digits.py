@@ -33,9 +33,11 @@ class DigitTable:
     def __init__(self, tokens: Sequence[bytes], stop_tokens: Sequence[int]) -> None:
         """tokens: the bytes of each token [V]. stop_tokens: those that end an answer."""
         self.tokens = tokens
-        self.leading = np.array([len(one) - len(one.lstrip(_DIGITS)) for one in tokens], np.int16)  # (V,)
-        first = np.array([one[0] if one else _CONTROL for one in tokens], np.uint8)  # (V,)
+        first = np.frombuffer(b"".join([one[:1] or b"\xff" for one in tokens]), np.uint8).copy()  # (V,)
         first[list(stop_tokens)] = _CONTROL
+        self.leading = np.zeros(len(tokens), np.int16)  # (V,) digits that a token begins with
+        for token in np.flatnonzero(np.isin(first, [*_DIGITS])).tolist():
+            self.leading[token] = len(tokens[token]) - len(tokens[token].lstrip(_DIGITS))
         self.behind_numbers = _members(_BEHIND_NUMBERS)[first]  # (V,)
         self.behind_seconds = _members(_BEHIND_SECONDS)[first]  # (V,)
 
