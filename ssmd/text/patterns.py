@@ -7,6 +7,7 @@ import re
 from functools import lru_cache
 
 _LETTERS = frozenset("dDwWsSnrtvf")  # letters with a meaning behind a backslash, but for those that are translated
+_UNREAD = re.compile("regex parse error|lookarounds")  # in llguidance's errors
 _QUANTIFIER = re.compile(r"\{\d+(,\d*)?\}")
 _LOOK = re.compile(r"\(\?(?:[=!]|<[=!])")
 _HEX = re.compile(r"u(?:\{[0-9a-fA-F]+\}|[0-9a-fA-F]{4})|x[0-9a-fA-F]{2}")
@@ -22,7 +23,7 @@ def translated(pattern: str) -> str | None:
     These have none: look-around, word boundaries, back-references, and anchors in the middle.
     """
     written = _Translation(pattern).whole()
-    if written is not None and _has_inner_anchor(written) and not _is_read(written):
+    if written is not None and _has_inner_anchor(written) and not is_read(written):
         return None
     return written
 
@@ -32,12 +33,13 @@ def _has_inner_anchor(pattern: str) -> bool:
     return "^" in inner or "$" in inner
 
 
-def _is_read(pattern: str) -> bool:
-    """Return True if llguidance reads a pattern that has been translated."""
+@lru_cache(maxsize=256)
+def is_read(pattern: str) -> bool:
+    """Return True if llguidance reads a pattern in its syntax."""
     from llguidance import LLMatcher
 
     grammar = json.dumps({"grammars": [{"json_schema": {"type": "string", "pattern": pattern}}]})
-    return "lookarounds" not in LLMatcher.validate_grammar(grammar)
+    return not _UNREAD.search(LLMatcher.validate_grammar(grammar))
 
 
 class _Translation:

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ssmd.text.closed import closed
-from ssmd.text.patterns import translated
+from ssmd.text.patterns import is_read, translated
 
 MAX_KEYS = 10_000  # keys of all objects together
 MAX_PATTERN_CHARS = 16 << 10  # characters of all patterns: the time to read one grows faster than its length
@@ -220,6 +220,13 @@ class _Reader:
             raise UnsupportedSchema(way, f"has patterns of more than {MAX_PATTERN_CHARS} characters up to here")
         return translated(pattern)
 
+    def _of_names(self, pattern: str | None, way: str) -> str:
+        """Return the pattern of properties' names in llguidance's syntax. pattern: translated."""
+        if pattern is None or not is_read(pattern):
+            why = "is not a regular expression that can be enforced; for names there is no look-around"
+            raise UnsupportedSchema(way, why)
+        return pattern
+
     def _array(self, made: Schema, way: str) -> None:
         if made.get("uniqueItems") is True:
             if isinstance(most := made.get("maxItems"), int) and most <= 1:
@@ -244,9 +251,7 @@ class _Reader:
             made["patternProperties"] = found = {}
             for pattern, one in patterns.items():
                 at = f"{way}.patternProperties{step(pattern)}"
-                if (written := self._translated(pattern, at)) is None:
-                    raise UnsupportedSchema(at, "is not supported: a name's pattern can have no look-around")
-                found[written] = one
+                found[self._of_names(self._translated(pattern, at), at)] = one
         if "propertyNames" in made:
             self._name_properties(made, f"{way}.propertyNames")
 
@@ -294,9 +299,13 @@ class _Reader:
             pattern, *lengths = (names.get(key) for key in ("pattern", "minLength", "maxLength"))
             if not isinstance(pattern, str | None) or not all(isinstance(one, int | None) for one in lengths):
                 return
+            if pattern is not None:
+                self._of_names(pattern, f"{way}.pattern")
             if pattern is None and rest & {"minLength", "maxLength"}:
                 least, most = ("" if one is None else one for one in lengths)
                 pattern = f"^(?s:.{{{least or 0},{most}}})$"
+                if not is_read(pattern):
+                    raise UnsupportedSchema(way, f"has lengths that no name has: {least or 0} to {most or 'any'}")
                 rest -= {"minLength", "maxLength"}
             self.ignored += [way + step(key) for key in sorted(rest - {"pattern"})]
             if pattern is not None:

@@ -22,6 +22,8 @@ _ONE_OF = "oneOf constraints are not supported"
 _COUNTED = "min/maxProperties only supported"
 _REGEX = re.compile(r"^regex parse error:.*error: (.*)$", re.DOTALL)
 _ANCHOR = re.compile(r"^lookarounds not supported")
+_NO_SCHEMA = "schema must be an object or boolean"
+_OF_SCHEMA = re.compile(r'\.(?:properties|patternProperties|\$defs|definitions)(?:\.[\w$]+|\["[^"]*"\])$')
 _KINDS: dict[str, type] = {"array": list, "object": dict, "string": str}
 
 Keywords = Iterable[tuple[str, str, Any]]  # each keyword of a schema: (its path, the keyword, its value)
@@ -35,6 +37,7 @@ def worded(why: str) -> str:
         why = "a value may be valid by two of these schemas; use anyOf, or tell them apart by a required const"
     elif "Regex is empty" in why:
         why = "no text fits it"
+    why = why.replace("Unsatisfiable schema:", "no value is valid by it:")
     why = " ".join(why.replace("<non-verbose/>", "").replace("NoExtensionBias", "no text fits it").split())
     return why[:SHOWN]
 
@@ -42,6 +45,10 @@ def worded(why: str) -> str:
 def place_of(keywords: Keywords, why: str) -> str:
     """Return the path of the keyword that llguidance refuses, "" if that is unknown. why: llguidance's error."""
     wanted = _wanted(why)
+    if _NO_SCHEMA in why:
+        return next(
+            (way for way, _, value in keywords if _OF_SCHEMA.search(way) and not isinstance(value, dict | bool)), ""
+        )
     return "" if wanted is None else next((way for way, key, value in keywords if wanted(key, value)), "")
 
 
