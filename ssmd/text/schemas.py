@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
-from ssmd.text.closed import closed
+from ssmd.text.closed import closed, names_all
 from ssmd.text.patterns import is_read, translated
 
 MAX_KEYS = 10_000  # keys of all objects together
@@ -475,10 +475,11 @@ class _Comparison:
         names = needs_a | needs_b
         if any(self._apart(_property(a, name), _property(b, name), "", depth + 1) for name in names):
             return True
-        if not self._closes or not all(isinstance(one.get("properties"), dict) for one in (a, b)):
+        if not self._closes or not names_all(a) or not names_all(b):
             return False
         # Answers have only the named properties. Each of the two needs one that the other does not name.
-        lacking = needs_b - a["properties"].keys(), needs_a - b["properties"].keys()
+        a_names, b_names = a["properties"].keys(), b["properties"].keys()
+        lacking = (needs_b & b_names) - a_names, (needs_a & a_names) - b_names
         return all(lacking) if self._follow else any(lacking)
 
 
