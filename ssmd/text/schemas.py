@@ -171,7 +171,7 @@ class _Reader:
         self._string(made, way)
         self._array(made, way)
         self._object(made, way)
-        self._exclusive(made)
+        self._exclusive(made, way)
         for key, advice in _ADVICE.items():
             if key in made:
                 raise UnsupportedSchema(way + step(key), f"is not supported; {advice}")
@@ -315,19 +315,24 @@ class _Reader:
             return
         del made["propertyNames"]
 
-    def _exclusive(self, made: Schema) -> None:
-        """Write a `oneOf` as `anyOf` if no value is valid by two of its schemas, which llguidance cannot always see."""
-        many = made.get("oneOf")
+    def _exclusive(self, made: Schema, way: str) -> None:
+        """Write a `oneOf` as `anyOf` if no value is valid by two of its schemas, which llguidance cannot always see.
+
+        With a `discriminator` llguidance takes any `oneOf` for that.
+        """
+        many, tag = made.get("oneOf"), made.get("discriminator")
+        name = tag.get("propertyName") if isinstance(tag, dict) else None
         if not isinstance(many, list) or "anyOf" in made:
             return
         compare = self._compare
         if compare.apart_in_pairs(many, follow=False):
             return
         if not compare.apart_in_pairs(many, follow=True):
-            tag = made.get("discriminator")
-            name = tag.get("propertyName") if isinstance(tag, dict) else None
-            if not isinstance(name, str) or not compare.apart_in_pairs(many, follow=True, tag=name):
+            if not isinstance(name, str):
                 return
+            if not compare.apart_in_pairs(many, follow=True, tag=name):
+                self.ignored.append(f"{way}.oneOf")
+                many = []
             for one in many:
                 if isinstance(one, dict) and "$ref" in one:
                     self._tags.append((str(one["$ref"]), name))

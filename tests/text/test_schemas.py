@@ -150,6 +150,11 @@ IGNORED: list[tuple[Schema, Schema, list[str]]] = [
     ({"anyOf": [FLAG, STRING | {"format": "x"}]}, {"anyOf": [FLAG, STRING]}, [".anyOf[1].format"]),
     ({"$defs": {"A": {"format": "x"}}}, {"$defs": {"A": {}}}, [".$defs.A.format"]),
     ({"propertyNames": {"format": "uuid"}}, {}, [".propertyNames.format"]),
+    (
+        {"oneOf": [{"type": "object"}, {"required": ["k"]}], "discriminator": {"propertyName": "k"}},
+        {"anyOf": [{"type": "object"}, {"required": ["k"]}]},
+        [".oneOf"],
+    ),
 ]
 
 
