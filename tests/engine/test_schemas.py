@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import vocabularies
 from conftest import ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ssmd.api.openai.structured import of_schema
 from ssmd.engine.sampling.grammar import Grammars
@@ -110,3 +112,64 @@ def test_a_written_schema_is_kept_or_refused_by_place(writer: str) -> None:
     assert {err.code for err in refused.values()} <= {"unsupported_schema"}
     assert not any("\n" in err.message for err in refused.values())
     assert len(endless) <= 0.1 * len(CORPUS[writer]), endless  # a random text seldom ends as some patterns want
+
+
+LEAVES = st.sampled_from(
+    (
+        *({"type": "boolean"}, {"type": "null"}, {"type": "integer", "minimum": 0, "maximum": 9}, {"not": {}}, False),
+        *(
+            {"type": "string", "maxLength": 2},
+            {"type": ["string", "null"], "maxLength": 1},
+            {"const": "a"},
+            {"const": 1},
+        ),
+        *({"enum": ["a", 1.0, None]}, {"enum": [True, 2]}, {"type": "string", "format": "cuid", "pattern": "^c?$"}),
+    )
+)
+MORE = st.fixed_dictionaries(
+    {},
+    optional={
+        "additionalProperties": st.sampled_from([False, {"type": "boolean"}]),
+        "propertyNames": st.sampled_from([{"type": "string"}, {"enum": ["a", "k"]}, {"maxLength": 2}]),
+        "unevaluatedProperties": st.booleans(),
+        "minProperties": st.integers(0, 2),
+    },
+)
+
+
+@st.composite
+def objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> Any:
+    """An object of a few properties."""
+    properties = draw(st.dictionaries(st.sampled_from("abk"), inner, max_size=3))
+    required = draw(st.lists(st.sampled_from([*properties] or ["a"]), unique=True))
+    return {"type": "object", "properties": properties, "required": required, **draw(MORE)}
+
+
+@st.composite
+def joined(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> Any:
+    """An object, a list, or schemas that are joined, some by reference."""
+    kind = draw(st.sampled_from(["object", "object", "array", "oneOf", "oneOf", "anyOf", "allOf"]))
+    if kind == "object":
+        return draw(objects(inner))
+    if kind == "array":
+        return {"type": "array", "items": draw(inner), "maxItems": 2, "uniqueItems": False}
+    references = st.sampled_from([{"$ref": "#/$defs/X"}, {"$ref": "#/$defs/Y"}])
+    many = draw(
+        st.lists(inner | references if kind != "allOf" else inner, min_size=1, max_size=3 if kind != "allOf" else 1)
+    )
+    return {kind: many} | draw(st.sampled_from([{}, {}, {"discriminator": {"propertyName": "k"}}]))
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(schema=joined(st.recursive(LEAVES, joined, max_leaves=5)), x=objects(LEAVES), y=objects(LEAVES))
+def test_an_answer_to_joined_schemas_is_valid(schema: Any, x: Any, y: Any) -> None:
+    whole = schema | {"$defs": {"X": x, "Y": y}}
+    try:
+        grammar = of_schema(whole, "s")
+        texts = [walk(grammar, seed) for seed in range(2)]
+    except Rejection:
+        return
+    held = jsonschema.Draft202012Validator(without(whole, grammar.ignored))
+    for text in texts:
+        if text is not None:
+            held.validate(json.loads(text))
