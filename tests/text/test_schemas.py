@@ -20,6 +20,7 @@ STRING: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 CAT: Schema = {"type": "object", "properties": {"kind": {"const": "cat"}, "n": FLAG}, "required": ["kind"]}
 DOG: Schema = {"type": "object", "properties": {"kind": {"const": "dog"}, "s": STRING}, "required": ["kind"]}
+CITY: Schema = {"type": "object", "properties": {"a": {"type": "string"}}}
 ANIMALS: Schema = {"Cat": CAT, "Dog": DOG}
 REFERENCES = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
 
@@ -153,6 +154,11 @@ IGNORED: list[tuple[Schema, Schema, list[str]]] = [
     (
         {"oneOf": [{"type": "object"}, {"required": ["k"]}], "discriminator": {"propertyName": "k"}},
         {"anyOf": [{"type": "object"}, {"required": ["k"]}]},
+        [".oneOf"],
+    ),
+    (  # a property that neither names does not tell them apart
+        {"oneOf": [{"$ref": "#/$defs/A"}] * 2, "discriminator": {"propertyName": "k"}, "$defs": {"A": CITY}},
+        {"anyOf": [{"$ref": "#/$defs/A"}] * 2, "$defs": {"A": CITY}},
         [".oneOf"],
     ),
 ]
