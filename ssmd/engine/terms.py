@@ -50,3 +50,5 @@ class Grammar:
     param: str  # field of the request, for errors
     parts: tuple[Grammar, ...] = ()  # its parts, to find the wrong one
     begun: bool = False  # it applies to each tool call after its opening marker, not to the whole answer
+    ignored: tuple[str, ...] = ()  # keywords of its schema that it does not enforce, as paths from the request's field
+    numbers: bool = False  # a run of digits outside strings is a number of JSON, and is bounded

@@ -39,13 +39,15 @@ def _closed(schema: Any) -> Any:
             made[key] = [_closed(one) for one in value]
         else:
             made[key] = _closed(value) if key in _ALONE else value
-    if isinstance(schema.get("properties"), dict) and not any(key in schema for key in _OPEN) and _names_all(schema):
+    if names_all(schema):
         made["additionalProperties"] = False
     return made
 
 
-def _names_all(schema: dict[str, Any]) -> bool:
-    """Return True if an object's schema names all properties that it requires."""
+def names_all(schema: dict[str, Any]) -> bool:
+    """Return True if an object's schema names properties, all that it requires too, and does not allow others."""
+    if not isinstance(schema.get("properties"), dict) or any(key in schema for key in _OPEN):
+        return False
     required = schema.get("required", [])
     return isinstance(required, list) and all(isinstance(r, str) and r in schema["properties"] for r in required)
 

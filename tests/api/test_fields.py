@@ -19,7 +19,7 @@ from openai_client import client_python
 from ssmd.api.http.body import parse_object
 from ssmd.api.http.errors import IGNORED
 from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
-from ssmd.api.openai.fields import MOST_NAMED, Fields, printable
+from ssmd.api.openai.fields import MAX_PATHS_CHARS, MOST_NAMED, Fields, printable
 from ssmd.config import Settings
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.template import ChatTemplate
@@ -132,6 +132,73 @@ def test_options_that_ask_for_nothing_pass(tiny: Daemon) -> None:
     answer = tiny.chat(stream=True, stream_options={"include_usage": True, "include_obfuscation": True})
     assert answer.headers[IGNORED] == "stream_options.include_obfuscation"
     assert b'"ignored":["stream_options.include_obfuscation"]' in answer.body
+
+
+ODD = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "format": "cuid", "pattern": "^c"},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "maxItems": 2},
+        "the secret name": {"enum": ["a"], "type": "string", "contentEncoding": "base64"},
+        "by": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": False},
+    },
+}
+SECRET = r"[\x22the\x20secret\x20name\x22]"
+PATHS = ["properties.id.format", "properties.tags.uniqueItems", f"properties{SECRET}.contentEncoding..."]
+
+
+def asked_for(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema, **more}}
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": ODD}, "guided_json"),
+        ({"response_format": {"type": "json_schema", "schema": ODD}}, "response_format.schema"),
+        ({"tools": [asked_for(ODD)], "tool_choice": "required"}, "tools[0].function.parameters"),
+        ({"tools": [asked_for(ODD)], "tool_choice": FUNCTION, "guided_json": ODD}, "tools[0].function.parameters"),
+        ({"tools": [asked_for(ODD, strict=True)]}, "tools[0].function.parameters"),
+        ({"tools": [asked_for(ODD)]}, ""),
+        ({"tools": [asked_for(ODD, strict=True)], "tool_choice": "none"}, ""),
+    ],
+)
+def test_keywords_that_are_not_enforced_are_named(
+    fields: dict[str, Any], param: str, tiny: Daemon, strict: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"max_tokens": None, "max_completion_tokens": 3, "logit_bias": None, **fields}
+    with caplog.at_level(logging.INFO, "ssmd.api.openai.fields"):
+        answer, strictly = tiny.chat(**asked), strict.chat(**asked)
+    assert answer.status == 200, answer.body
+    assert "secret" not in caplog.text  # names of properties are the client's own text
+    expected = [f"{param}.{path}" for path in PATHS] if param else []
+    assert answer.headers.get(IGNORED, "") == ", ".join(expected)
+    assert answer.json["usage"]["ssmd"].get("ignored", []) == expected
+    if param:
+        assert (strictly.status, strictly.error["code"]) == (400, "unsupported_schema")
+        assert strictly.error["param"] == f"{param}.properties.id.format"
+        assert "SSMD_STRICT=1" in strictly.error["message"]
+    else:
+        assert strictly.status == 200, strictly.body
+
+
+def test_completions_name_keywords_that_are_not_enforced(tiny: Daemon) -> None:
+    body = {"model": tiny.model, "prompt": "a", "max_tokens": 3, "guided_json": {"type": "string", "format": "cuid"}}
+    answer = tiny.served.ask("POST", "/v1/completions", body)
+    assert answer.headers[IGNORED] == "guided_json.format"
+    assert answer.json["usage"]["ssmd"]["ignored"] == ["guided_json.format"]
+
+
+def test_long_lists_of_keywords_are_cut(tiny: Daemon) -> None:
+    names = [f"{i:03}{'x' * 97}" for i in range(90)]
+    schema = {"type": "object", "properties": {name: {"type": "string", "format": "cuid"} for name in names}}
+    ignored = tiny.chat(guided_json=schema).json["usage"]["ssmd"]["ignored"]
+    assert ignored[0] == f"guided_json.properties.{names[0]}.format"
+    assert sum(map(len, ignored)) < MAX_PATHS_CHARS + 20
+    assert ignored[-1] == f"({len(names) - len(ignored) + 1} more)"
 
 
 def test_hostile_names_are_printable_and_few(tiny: Daemon, caplog: pytest.LogCaptureFixture) -> None:

@@ -317,7 +317,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object", "more": 1}}, "response_format.more", "unknown_parameter"),
     ({"response_format": format_of(["a"])}, "response_format.json_schema.schema", "invalid_value"),
     (
-        {"response_format": format_of({"properties": {"a": {"not": {}}}})},
+        {"response_format": format_of({"properties": {"a": {"not": {"type": "null"}}}})},
         "response_format.json_schema.schema.properties.a.not",
         "unsupported_schema",
     ),

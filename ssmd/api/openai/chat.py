@@ -16,9 +16,9 @@ from ssmd.api.http import sse
 from ssmd.api.http.errors import error_body
 from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.openai.fields import Fields
-from ssmd.api.openai.tools import variables_of
+from ssmd.api.openai.tools import ignored_keywords, variables_of
 from ssmd.engine.host.host import Host
-from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, TokenLogprob, Usage
+from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Request, TokenLogprob, Usage
 from ssmd.engine.terms import Rejection
 
 
@@ -48,7 +48,7 @@ def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -
     model = host.shelf.find(body.model)
     unread: set[str] = set()
     request = to_request(body, model.manifest.vocabulary, model.defaults, truncate=truncate, unread=unread)
-    ignored = (*ignored, *sorting.named(unread))
+    ignored = (*ignored, *sorting.named(unread), *sorting.not_enforced(_not_enforced(request)))
     name = model.id if "@" in body.model else model.name
     written = partial(ChatAnswer, name, model.manifest.build, request.n)
     return ParsedRequest(
@@ -63,6 +63,13 @@ def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -
         variables=variables_of(vars(body)),
         named=sorting.named,
     )
+
+
+def _not_enforced(request: Request) -> tuple[str, ...]:
+    """Return the keywords of schemas that the answer need not keep. A required call replaces another schema."""
+    choice = request.tool_choice
+    own = request.grammar.ignored if request.grammar is not None and choice.mode != "required" else ()
+    return own + ignored_keywords(request.given.tools, choice)
 
 
 class ChatAnswer(Answer):

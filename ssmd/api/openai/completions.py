@@ -79,7 +79,7 @@ def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> ParsedRequest:
         followed=partial(written, stream=True, include_usage=True),
         keep_alive_s=body.keep_alive,
         background=bool(body.background),
-        ignored=ignored,
+        ignored=(*ignored, *sorting.not_enforced(() if request.grammar is None else request.grammar.ignored)),
     )
 
 

@@ -17,10 +17,12 @@ log = logging.getLogger(__name__)
 Neutral = Mapping[str, tuple[Any, ...]]  # by field, the values that ask for nothing
 MOST_NAMED = 32
 MAX_NAME_CHARS = 64
+MAX_PATH_CHARS = 256  # of a keyword in a schema
+MAX_PATHS_CHARS = 2048  # of all these paths together: some proxies take 4 KiB of headers
 _MOST_LOGGED = 256  # most names that are logged, of all clients together
 # Objects whose inner fields are sorted too. The other objects constrain the answer, so an unknown field is refused.
 _OPTIONS = frozenset({"stream_options"})
-_ODD = re.compile(r"[^A-Za-z0-9_.:/@$+-]")
+_ODD = re.compile(r"[^A-Za-z0-9_.:/@$+\[\]-]")
 
 # Other servers' fields that ssmd does not support and that change the answer's shape or meaning. llama.cpp's server:
 LLAMA_CPP: Neutral = {
@@ -123,6 +125,26 @@ class Fields:
         more = len(names) - MOST_NAMED
         return tuple(names) if more <= 0 else (*names[:MOST_NAMED], f"({more} more)")
 
+    def not_enforced(self, keywords: Collection[str]) -> tuple[str, ...]:
+        """Return keywords of a request's schema, as paths, as an answer lists them, and log new ones by their name.
+
+        A path has names of the client's own, so it is not logged. Raises Rejection if strict.
+        """
+        if not keywords:
+            return ()
+        if self._strict:
+            first = min(keywords)
+            said = f"{first} is not enforced here, and SSMD_STRICT=1 refuses what is not; leave it out"
+            raise Rejection(said, code="unsupported_schema", param=first)
+        for name in self._unlogged({keyword.rpartition(".")[2] for keyword in keywords}):
+            log.info("a client sends a schema with %s, which is not enforced (SSMD_STRICT=1 refuses it)", name)
+        paths, chars = sorted({printable(keyword, MAX_PATH_CHARS) for keyword in keywords}), 0
+        for i, path in enumerate(paths):
+            chars += len(path)
+            if i == MOST_NAMED or chars > MAX_PATHS_CHARS:
+                return (*paths[:i], f"({len(paths) - i} more)")
+        return tuple(paths)
+
     def _unlogged(self, names: Collection[str]) -> Iterator[str]:
         for name in names:
             with self._lock:
@@ -133,10 +155,10 @@ class Fields:
                 yield name
 
 
-def printable(name: str) -> str:
+def printable(name: str, most: int = MAX_NAME_CHARS) -> str:
     """Return a client's field name made safe for a header, a log and a list: printable ASCII, no comma, cut."""
-    safe = _ODD.sub(lambda odd: f"\\x{ord(odd[0]):x}", name[:MAX_NAME_CHARS])
-    return safe if safe == name else f"{safe[:MAX_NAME_CHARS]}..."
+    safe = _ODD.sub(lambda odd: f"\\x{ord(odd[0]):x}", name[:most])
+    return safe if safe == name else f"{safe[:most]}..."
 
 
 def _nested(annotation: Any) -> type[StrictModel] | None:

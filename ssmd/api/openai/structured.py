@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ssmd.api.http.body import StrictModel, brief, parse_object
-from ssmd.engine.sampling.grammar import check_lark, held
+from ssmd.engine.sampling.grammar import check_lark, enforced, held
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.text.closed import closed
 
@@ -115,7 +115,10 @@ def of_schema(schema: Any, param: str) -> Grammar:
             raise _wrong(param, f"is not a JSON schema: {err.message.removeprefix('the request body ')}") from None
     if not isinstance(schema, dict):
         raise _wrong(param, f"is not a JSON schema (got {brief(schema)}); that is an object")
-    return _grammar({"json_schema": closed(schema) | {"x-guidance": _COMPACT}}, param)
+    found = enforced(schema, param)
+    compact = closed(found.schema) | {"x-guidance": _COMPACT}
+    text = json.dumps({"grammars": [{"json_schema": compact}]}, ensure_ascii=False)
+    return Grammar(text, param, ignored=tuple(param + way for way in found.ignored), numbers=True)
 
 
 def of_regex(regex: str, param: str) -> Grammar:
@@ -147,10 +150,6 @@ def of_grammar(text: str, param: str) -> Grammar:
         raise _wrong(param, "is nested too deeply") from None
     except Exception as err:  # the converter raises plain exceptions
         raise _wrong(param, f"is not a grammar in GBNF or Lark: {str(err)[:200]}") from None
-
-
-def _grammar(grammar: dict[str, Any], param: str) -> Grammar:
-    return Grammar(json.dumps({"grammars": [grammar]}, ensure_ascii=False), param)
 
 
 def _wrong(param: str, why: str) -> Rejection:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ssmd.api.http.body import brief
+from ssmd.engine.sampling.grammar import enforced
 from ssmd.engine.terms import Rejection
 from ssmd.text.calls.tool_choice import ToolChoice
 from ssmd.text.template import NOTHING_MORE, OWN, TemplateInput
@@ -123,6 +124,16 @@ def read_tool_choice(value: Any, parallel: Any, tools: Sequence[Mapping[str, Any
     if value == "required":
         return ToolChoice("required", None, several)
     return ToolChoice("required", _named(value, tools), parallel=False)
+
+
+def ignored_keywords(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> tuple[str, ...]:
+    """Return the keywords, as paths, that are not enforced in arguments which must be valid. Raises Rejection."""
+    found: list[str] = []
+    for i, tool in enumerate(tools):
+        if choice.binds(tool["function"]):
+            param = f"tools[{i}].function.parameters"
+            found += [param + way for way in enforced(tool["function"]["parameters"], param).ignored]
+    return tuple(found)
 
 
 def _named(value: Any, tools: Sequence[Mapping[str, Any]]) -> str:

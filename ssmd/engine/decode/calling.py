@@ -10,7 +10,7 @@ from typing import Any
 
 from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Request
-from ssmd.engine.sampling.grammar import check_size
+from ssmd.engine.sampling.grammar import check_size, enforced
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.forced import forced
@@ -63,15 +63,16 @@ class ToolCalling:
         tools, parts = _bound(request)
         if choice.mode == "auto" and free is not None:
             text = forced(self.format, tools, several=True, thought=None, controls=self.controls, free=_FREE)
-            return replace(request, grammar=Grammar(_either(text, free), free.param, (free, *parts)))
+            either = Grammar(_either(text, free), free.param, (free, *parts), numbers=free.numbers)
+            return replace(request, grammar=either)
         if choice.mode == "auto" and not parts:
             return request
         if choice.mode == "auto":
             text = forced(self.format, tools, several=True, thought=None, controls=self.controls, begun=True)
-            return replace(request, grammar=Grammar(text, "tools", parts, begun=True))
+            return replace(request, grammar=Grammar(text, "tools", parts, begun=True, numbers=True))
         thought = "" if _thinks(prompt) else THINK if self._reasons and not prompt.begun.strip() else None
         text = forced(self.format, tools, several=choice.parallel, thought=thought, controls=self.controls)
-        return replace(request, grammar=Grammar(text, "tools", parts))
+        return replace(request, grammar=Grammar(text, "tools", parts, numbers=True))
 
 
 def _bound(request: Request) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ...]]:
@@ -84,7 +85,7 @@ def _bound(request: Request) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ..
         function, param = tool["function"], f"tools[{i}].function.parameters"
         if choice.name is not None and function["name"] != choice.name:
             continue
-        if choice.mode == "auto" and not function.get("strict"):
+        if not choice.binds(function):
             tools.append({"function": {"name": function["name"], "parameters": {"type": "object"}}})
             continue
         schema = function.get("parameters") or {}
@@ -92,9 +93,10 @@ def _bound(request: Request) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ..
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             said = f"{param}.type is not object, which the arguments of a call are"
             raise Rejection(said, code="unsupported_schema", param=f"{param}.type")
-        check_size(schema, param)
-        tools.append(tool)
-        text = json.dumps({"grammars": [{"json_schema": {**schema, "type": "object"}}]}, ensure_ascii=False)
+        found = enforced({**schema, "type": "object"}, param).schema
+        check_size(found, param)
+        tools.append({"function": {"name": function["name"], "parameters": schema and found}})
+        text = json.dumps({"grammars": [{"json_schema": found}]}, ensure_ascii=False)
         parts.append(Grammar(text, param))
     return tools, tuple(parts)
 

@@ -11,21 +11,23 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.engine.sampling.digits import DigitBound, DigitTable
+from ssmd.engine.sampling.refusals import parts_of, place_of, worded
 from ssmd.engine.sampling.trial import (
     MAX_FORCED,
     NO_ANSWER,
     PendingTrial,
     Trials,
+    Verdict,
     error_of,
     is_plain,
     limits,
@@ -33,6 +35,18 @@ from ssmd.engine.sampling.trial import (
 )
 from ssmd.engine.terms import Grammar, Rejection, Steps
 from ssmd.machine.child import Packet
+from ssmd.text.schemas import (
+    LEAST,
+    MAX_KEYS,
+    MAX_PATTERN_CHARS,
+    MAXIMUM,
+    MOST,
+    EnforceableSchema,
+    UnsupportedSchema,
+    enforceable,
+    resolve,
+    step,
+)
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -42,28 +56,20 @@ MAX_BYTES = 256 << 10  # size of a grammar; a schema of 1,000 properties has a t
 FORCED_LEAST = 5  # forced tokens in a row from which on feeding them at once is quicker than steps
 _THREADS = 2
 _KEPT = 8  # grammars kept after they were read: each turn sends its tools and schemas again
+_MAX_KEPT_CHARS = 8 << 10  # length of a schema that is kept as it is enforced: each turn sends its tools again
 _UNFIT = "doesn't satisfy the grammar"  # llguidance's error for a token that is not allowed
 _MARK = b"\xff"  # prefix of a control token's name, as llguidance wants it
 
 Floats = NDArray[np.float32]
 
 MAX_PARTS = 500  # properties of one object, or schemas of one list: the time to read them grows with the square
-MAX_KEYS = 10_000  # keys of all objects together
 MAX_LEVELS = 1000  # levels, through references too: recursion overflows the stack, and ends the process, at 3,000
-MAX_PATTERN_CHARS = 16 << 10  # characters of all patterns: the time to read one grows faster than its length
 MAX_REMAINDERS = 200_000  # remainders by all `multipleOf` together: 100,000 of them take 0.4 s and 8 MiB to read
 MAX_MEETING = 12  # patterns that all apply to one text: the time to read them doubles with each
 MAX_LEVELS_TOGETHER = 64  # levels of `allOf` and references in which those are counted
-# Bounds of numbers. llguidance reads them as floats, and near the least integer of 64 bits it ends the process.
-LEAST, MOST = -(1 << 62), 1 << 62
-MAXIMUM = (1 << 63) - 1  # largest signed 64-bit integer, a common `maximum`; llguidance reads it as this number
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_KEYWORD = re.compile(r'^Unimplemented keys: \["([^"]+)"')
-_VALUE = re.compile(r"^(?:Unknown (format)|Invalid (type)): (.*)$")
-_REFERENCE = re.compile(r"^(?:Pointer|Resource) '([^']*)'")
-_NAME = re.compile(r"[\w$]+")
 
 MAX_LARK_BYTES = 32 << 10
 MAX_RULES = 256  # rules: recursion overflows the stack, and ends the process, at 3,000
@@ -117,26 +123,38 @@ class Grammars:
 
     def _judge(self, grammar: Grammar, client: str, wait: bool) -> None:
         """Raise Rejection if the grammar failed its trial, and PendingTrial if it is not tried yet."""
-        pending = self._trials.verdict([self._text(one) for one in (grammar, *grammar.parts)], client)
+        parts = grammar.parts
+        verdict = self._verdict(grammar, parts, client, wait)
+        while verdict.why:
+            if verdict.part is not None and verdict.part < len(parts):
+                grammar = parts[verdict.part]
+            elif parts is not grammar.parts:  # none of the suspects fails by itself
+                raise _refused(grammar, verdict)
+            parts = [] if verdict.unsupported else _suspects(grammar, verdict.why)
+            if not parts:
+                raise _refused(grammar, verdict)
+            verdict = self._verdict(grammar, parts, client, wait)
+
+    def _verdict(self, grammar: Grammar, parts: Sequence[Grammar], client: str, wait: bool) -> Verdict:
+        pending = self._trials.verdict([self._text(one) for one in (grammar, *parts)], client)
         if not (wait or pending.done()):
             raise PendingTrial(pending)
-        verdict = pending.result()
-        if verdict.why:
-            whole = verdict.part is None or verdict.part >= len(grammar.parts)
-            raise _refused(grammar if whole else grammar.parts[verdict.part or 0], verdict.why, verdict.unsupported)
+        return pending.result()
 
     def _read(self, grammar: Grammar, plain: bool) -> Guide:
         from llguidance import LLMatcher
 
         with self._making:
             known, threads = self._known, self._threads
+            digits = DigitBound(self._digits) if grammar.numbers else None
         matcher = LLMatcher(known, self._text(grammar), log_level=0, limits=limits())
-        guide = Guide(matcher, known, threads, self._vocabulary, grammar.param)
+        guide = Guide(matcher, known, threads, self._vocabulary, grammar.param, digits)
         endless = not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED
         if endless or matcher.is_error() or not guide.goes_on:
-            for part in grammar.parts if plain else ():
+            why = error_of(matcher) or NO_ANSWER
+            for part in (*grammar.parts, *_suspects(grammar, why)) if plain else ():
                 self._read(part, plain)
-            raise _refused(grammar, error_of(matcher) or NO_ANSWER)
+            raise _refused(grammar, Verdict(why))
         return guide
 
     def _text(self, grammar: Grammar) -> str:
@@ -154,6 +172,9 @@ class Grammars:
         yield
         with self._making:
             _ = self._known
+        yield
+        with self._making:
+            _ = self._digits
         yield
 
     @cached_property
@@ -175,6 +196,10 @@ class Grammars:
         return _Vocabulary(self._tokenizer, self._stop_tokens, max(self._vocabulary, self._stop_tokens[-1] + 1))
 
     @cached_property
+    def _digits(self) -> DigitTable:
+        return DigitTable(self._tokens.tokens, self._stop_tokens)
+
+    @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_THREADS, "ssmd-masks")  # they end with the last reference to it
 
@@ -189,12 +214,14 @@ class Guide:
         threads: ThreadPoolExecutor,
         vocabulary: int,
         param: str,
+        digits: DigitBound | None = None,
         first: Floats | None = None,
     ) -> None:
-        """Begin an answer. param: of the request, for errors. first: the first mask, if it is known."""
+        """Begin an answer. param: of the request, for errors. digits: None for no bound. first: the first mask."""
         self.ended = False  # the grammar allows no more tokens but one that stops
         self._matcher, self._known, self._threads = matcher, known, threads
         self._vocabulary, self._param = vocabulary, param
+        self._digits = digits
         self._making: Future[None] | None = None
         if first is None:
             self._mask = np.empty((0, 8), np.float32)
@@ -204,7 +231,8 @@ class Guide:
 
     def copy(self) -> Guide:
         """Copy it for another choice, before any token was taken."""
-        return Guide(self._matcher.deep_copy(), self._known, self._threads, self._vocabulary, self._param, self._mask)
+        matcher, digits = self._matcher.deep_copy(), self._digits and self._digits.copy()
+        return Guide(matcher, self._known, self._threads, self._vocabulary, self._param, digits, self._mask)
 
     @property
     def goes_on(self) -> bool:
@@ -245,6 +273,8 @@ class Guide:
         if matcher.is_error():
             raise self._failed()
         self.ended = matcher.is_stopped()
+        if self._digits is not None:
+            self._digits.take([token, *forced])
         if not self.ended:
             self._making = self._threads.submit(self._make)
         return forced
@@ -254,9 +284,11 @@ class Guide:
         if self._mask.shape[0] != bits.size:
             self._mask = np.empty((bits.size, 8), np.float32)
         np.take(_BITS, bits, axis=0, out=self._mask)
+        if self._digits is not None:
+            self._digits.apply(self._mask.reshape(-1))
 
     def _failed(self) -> Rejection:
-        why = error_of(self._matcher)
+        why = worded(error_of(self._matcher))
         said = f"{self._param} cannot be followed any further: {why}"
         # A retry fails again. The grammar is at fault, unless a token was taken that it never allowed.
         return Rejection(said, status=500 if _UNFIT in why else 400, code="grammar_failed", param=self._param)
@@ -347,12 +379,41 @@ def _check(grammar: Grammar) -> None:
     check_size(_schema_of(grammar.text), grammar.param)
 
 
-def _refused(grammar: Grammar, why: str, unsupported: bool = False) -> Rejection:
-    """Build the error for a grammar that llguidance refuses. unsupported: it met a limit in its trial."""
+def _place(grammar: Grammar, why: str) -> str:
+    """Return the path of the keyword that llguidance refuses, "" if that is unknown. why: llguidance's error."""
     schema = _schema_of(grammar.text)
-    param = grammar.param + ("" if schema is None else place_of(schema, why))
-    code = "unsupported_schema" if unsupported or schema is not None else "invalid_value"
-    return Rejection(f"{param}: {why}", code=code, param=param)
+    return "" if schema is None else place_of(_keywords(schema, ""), why)
+
+
+def _suspects(grammar: Grammar, why: str) -> list[Grammar]:
+    """Return parts of a schema, of which one may be what llguidance refuses, if its error does not name the place."""
+    schema = _schema_of(grammar.text)
+    if schema is None or _place(grammar, why):
+        return []
+    parts = parts_of(schema, _keywords(schema, ""), why)
+    return [Grammar(json.dumps({"grammars": [{"json_schema": part}]}), grammar.param + way) for way, part in parts]
+
+
+def _refused(grammar: Grammar, verdict: Verdict) -> Rejection:
+    """Build the error for a grammar that llguidance refuses, or that met a limit in its trial."""
+    param = grammar.param + _place(grammar, verdict.why)
+    unsupported = verdict.unsupported or _schema_of(grammar.text) is not None
+    code = "unsupported_schema" if unsupported else "invalid_value"
+    return Rejection(f"{param}: {worded(verdict.why)}", code=code, param=param)
+
+
+def enforced(schema: Any, param: str) -> EnforceableSchema:
+    """Return a schema as llguidance can enforce it. param: of the request. Raises Rejection."""
+    text = json.dumps(schema)
+    try:
+        return _enforceable(text) if len(text) <= _MAX_KEPT_CHARS else enforceable(schema)
+    except UnsupportedSchema as err:
+        raise _unsupported(param + err.way, err.why) from None
+
+
+@lru_cache(maxsize=64)
+def _enforceable(text: str) -> EnforceableSchema:
+    return enforceable(json.loads(text))
 
 
 def check_size(schema: Any, param: str) -> None:
@@ -425,7 +486,7 @@ def _meeting(schema: Any, root: Any, known: dict[int, tuple[int, int]], depth: i
     known[id(schema)] = 0, 1  # a circle adds nothing
     patterns, remainders = int("pattern" in schema), _remainders(schema.get("multipleOf")) or 1
     reference = schema.get("$ref")
-    target = [_target(root, reference)] if isinstance(reference, str) else []
+    target = [resolve(root, reference)] if isinstance(reference, str) else []
     for keyword, parts in (("$ref", target), *((name, schema.get(name)) for name in ("allOf", "anyOf", "oneOf"))):
         found = [_meeting(one, root, known, depth + 1) for one in parts] if isinstance(parts, list) else []
         if keyword in ("anyOf", "oneOf") and found:  # one of them applies
@@ -442,7 +503,7 @@ def _check_levels(schema: Any, references: Collection[str], named: bool, param: 
     whole = levels = _levels(schema)
     counted = {id(schema)}
     for reference in references:
-        target = None if named else _target(schema, reference)
+        target = None if named else resolve(schema, reference)
         if target is None:
             levels += whole
         elif id(target) not in counted:
@@ -453,35 +514,11 @@ def _check_levels(schema: Any, references: Collection[str], named: bool, param: 
             raise _unsupported(param, said)
 
 
-def place_of(schema: Any, why: str) -> str:
-    """Return the path of the keyword that llguidance refuses, "" if that is unknown. why: llguidance's error."""
-    wanted = _wanted(why)
-    if wanted is not None:
-        for way, keyword, value in _keywords(schema, ""):
-            if wanted(keyword, value):
-                return way
-    return ""
-
-
-def _wanted(why: str) -> Callable[[str, Any], bool] | None:
-    """Return a test for the keyword and value that llguidance's error names; None if it names none."""
-    if found := _KEYWORD.search(why):
-        name = found[1]
-        return lambda keyword, value: keyword == name
-    if found := _VALUE.search(why):
-        name, said = found[1] or found[2], found[3]
-        return lambda keyword, value: keyword == name and value == said
-    if found := _REFERENCE.search(why):
-        said = found[1]
-        return lambda keyword, value: keyword == "$ref" and str(value).lstrip("#") == said
-    return None
-
-
 def _keywords(value: Any, way: str) -> Iterator[tuple[str, str, Any]]:
     """Yield every key of a schema, in order: (its path, the key, its value)."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            mine = f"{way}.{key}" if _NAME.fullmatch(key) else f"{way}[{json.dumps(key)}]"
+            mine = way + step(key)
             yield mine, key, inner
             yield from _keywords(inner, mine)
     elif isinstance(value, list):
@@ -502,19 +539,6 @@ def _counts(schema: dict[str, Any]) -> bool:
     """Return True if `minProperties` is at most one more than the number of required properties."""
     least, required = schema.get("minProperties"), schema.get("required")
     return not isinstance(least, int) or least <= 1 + (len({*map(str, required)}) if isinstance(required, list) else 0)
-
-
-def _target(schema: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference points to; None if no path from the root leads there."""
-    found = schema if reference.startswith("#/") or reference == "#" else None
-    if found is not None and reference != "#":
-        for step in unquote(reference[2:]).split("/"):
-            key = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict):
-                found = found.get(key)
-            elif isinstance(found, list):
-                found = found[int(key)] if key.isdecimal() and int(key) < len(found) else None
-    return found
 
 
 def _levels(value: Any) -> int:

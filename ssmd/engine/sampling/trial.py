@@ -50,7 +50,7 @@ _KEPT = 1000  # verdicts
 _KEPT_S = 600.0  # time for which a grammar that met a limit is refused without another trial
 _NO_PROCESS = "grammar_check_unavailable"  # code of the error
 _MOST_WAITING = 64  # grammars of one client that wait
-_SHOWN = 300  # characters of llguidance's error in a message
+_SAID = 4096  # characters of llguidance's error that are returned
 _STRUCTURE = b'"}],:0'  # characters that the random answers prefer: they end strings, objects and lists
 
 # Keywords of JSON Schema whose cost follows from their length. No two of them make an intersection of texts.
@@ -238,7 +238,7 @@ class Trials:
         self._warned = False
         match answer.head:
             case {"why": str(why), "part": int() | None as part, "slow": bool(slow)}:
-                return _MET_A_LIMIT if slow else Verdict(why[:_SHOWN], part)
+                return _MET_A_LIMIT if slow else Verdict(why[:_SAID], part)
         log.warning("the process that tries grammars returned something else than a verdict")
         return _MET_A_LIMIT
 
@@ -327,8 +327,8 @@ def limits() -> LLParserLimits:
 
 def error_of(matcher: LLMatcher) -> str:
     """Return llguidance's error."""
-    said = matcher.get_error().replace("<non-verbose/>", "").strip()
-    return said.replace("NoExtensionBias", "no text fits it")[:_SHOWN]
+    said: str = matcher.get_error()
+    return said.replace("<non-verbose/>", "").strip()[-_SAID:]
 
 
 class _Tokens:

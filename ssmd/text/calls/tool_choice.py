@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,12 @@ class ToolChoice:
     mode: Literal["none", "auto", "required"] = "auto"
     name: str | None = None
     parallel: bool = True
+
+    def binds(self, function: Mapping[str, Any]) -> bool:
+        """Return True if the arguments of a call of this function must be valid."""
+        if self.mode == "required":
+            return self.name is None or function.get("name") == self.name
+        return self.mode == "auto" and bool(function.get("strict"))
 
 
 AUTO = ToolChoice()
