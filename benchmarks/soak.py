@@ -3,10 +3,10 @@
     benchmarks/soak.py [MODEL] [--minutes 60] [--clients 6] [--seed S] [--every 60] [--trace] [--keep DIR]
 
 MODEL: an artifact's name or path, default smollm2. The clients chat, go on, go away, repeat requests, ask for shapes
-and tools, send what is refused, and list, rename, export and remove sessions. The quota is reached early, so that states
-are replaced all the time. Every --every seconds the daemon's figures are printed: resident memory (anonymous and of
-files), and of glibc's allocator what it has of the system, and what of it is free. The last line has the growth of
-memory over the second half, in MB an hour, by least squares. It means little for a run of less than an hour.
+and tools, send what is refused, and list, rename, export and remove sessions. The quota is reached early, so
+that states are replaced all the time. Every --every seconds the daemon's figures are printed: resident memory
+(anonymous and of files), and of glibc's allocator what it has of the system, and what of it is free. The last line has
+the growth of memory over the second half, in MB an hour, by least squares. It means little for less than an hour.
 
 --trace also has tracemalloc count Python's objects, which costs half of the speed. The places that grew most between a
 tenth of the run and its end are printed.

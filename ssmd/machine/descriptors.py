@@ -1,4 +1,4 @@
-"""File descriptors of this process: as many as the system allows, and how many are left."""
+"""File descriptors of this process: as many as the system allows, how many are left, and reading through one."""
 
 from __future__ import annotations
 
@@ -34,3 +34,11 @@ def left() -> int:
     except OSError:
         taken = min(_UNKNOWN, soft // 2)
     return max(0, (MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)) - taken)
+
+
+def read_at(descriptor: int, at: int, nbytes: int) -> bytes:
+    """Return at most `nbytes` bytes of an open file from offset `at`. For one thread at a time. Raises OSError."""
+    if sys.platform != "win32":
+        return os.pread(descriptor, nbytes, at)
+    os.lseek(descriptor, at, os.SEEK_SET)
+    return os.read(descriptor, nbytes)

@@ -29,6 +29,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
+from ssmd.machine.descriptors import read_at
 from ssmd.machine.folder import close_to_others, make_private, others_open
 from ssmd.machine.lockfile import LOCK_FILE, holder, locks_files
 from ssmd.machine.privatefile import NOLINK
@@ -89,7 +90,8 @@ class _OpenFile:
     def check(self, *, written: bool = False) -> None:
         """Raise ReplacedFile unless the name leads to the same file.
 
-        written: a connection has the log open, so its name and its index's name must lead to the same files too.
+        written: in a write transaction, which began with `check_content`. Its connection has the log open, so its name
+        and its index's name must lead to the same files too.
         """
         try:
             found = _identity(os.stat(self._path))
@@ -101,9 +103,11 @@ class _OpenFile:
             raise replaced(self._file, "another file was put in its place")
         if written:
             self._check_sides()
-        self._check_content()
+        else:
+            self.check_content()
 
-    def _check_content(self) -> None:
+    def check_content(self) -> None:
+        """Raise ReplacedFile if another program wrote over the file."""
         with self._lock:
             found, seen = self._content(), self._seen
             if found is not None:
@@ -125,7 +129,7 @@ class _OpenFile:
             return None
         try:
             moves = self._moves(self._counter[0])
-            beginning = _read(self._descriptor, 0, _FILE_HEADER_BYTES)
+            beginning = read_at(self._descriptor, 0, _FILE_HEADER_BYTES)
             size = os.fstat(self._descriptor).st_size
             again = self._moves(self._counter[0])
         except OSError as err:
@@ -135,7 +139,7 @@ class _OpenFile:
     @staticmethod
     def _moves(index: int) -> bytes | None:
         """Return the log's salts and how much of it was moved into the file; None while more of it is being moved."""
-        raw = _read(index, 0, _INDEX_HEADER_BYTES)
+        raw = read_at(index, 0, _INDEX_HEADER_BYTES)
         salts, moved, moving = raw[32:40], raw[96:100], raw[128:132]
         return salts + moved if moved == moving and len(raw) == _INDEX_HEADER_BYTES else None
 
@@ -146,7 +150,9 @@ class _OpenFile:
 
     def look(self) -> None:
         """Raise ReplacedFile if the file or its log lost its name. For a thread that writes nothing."""
-        self.check(written=bool(self._connections))
+        self.check()
+        if self._connections:
+            self._check_sides()
 
     def connected(self, connection: sqlite3.Connection) -> None:
         """Note a connection that has read. The first one has opened the log, or made it."""
@@ -189,7 +195,7 @@ class _OpenFile:
         with self._lock:
             if self._descriptor is None:  # the engine was disposed of, and is used again
                 self._descriptor = os.open(self._file, os.O_RDONLY | NOLINK)
-            return _read(self._descriptor, at, nbytes)
+            return read_at(self._descriptor, at, nbytes)
 
     def leave(self) -> None:
         """Empty the log of a file that was written over: SQLite would else move it into that file, and ruin it."""
@@ -208,11 +214,6 @@ class _OpenFile:
                 if descriptor is not None:
                     os.close(descriptor)
             self._descriptor = self._counter = self._seen = None
-
-
-def _read(descriptor: int, at: int, nbytes: int) -> bytes:
-    os.lseek(descriptor, at, os.SEEK_SET)
-    return os.read(descriptor, nbytes)
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
@@ -496,7 +497,7 @@ def _on_begin(connection: Connection) -> None:
     write = options.get("ssmd_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
     if write:  # the first row that is written may begin the log anew
-        options["ssmd_file"].check()
+        options["ssmd_file"].check_content()
 
 
 def _on_commit(connection: Connection) -> None:
