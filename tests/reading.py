@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -41,13 +42,27 @@ class Read:
                 self.order.append(kind)
 
 
-def read(format_: Format | None, pieces: Iterable[str], controls: Collection[str] = (), thinking: bool = False) -> Read:
-    """Parse pieces of text; one that is among the controls comes as a control token."""
+def read(
+    format_: Format | None,
+    pieces: Iterable[str],
+    controls: Collection[str] = (),
+    thinking: bool = False,
+    cut: bool = False,
+) -> Read:
+    """Parse pieces of text; one that is among the controls comes as a control token. cut: the answer did not end."""
     reader, found = AnswerReader(format_, TOOLS, thinking=thinking, controls=controls), Read()
     for piece in pieces:
         parts = reader.mark(piece) if piece in controls else reader.push(piece)
         assert parts is not None, f"{piece} is no marker here"
         found.take(parts)
-    found.take(reader.end())
+    found.take(reader.end(cut=cut))
     found.content = reader.content
     return found
+
+
+def without_markers(format_: Format | None, text: str) -> str:
+    """Return a text without the markers that a client is not sent."""
+    if format_ is None:
+        return text
+    inner = format_.inner if any(opening in text for opening in format_.openings) else ()
+    return re.sub("|".join(map(re.escape, (*format_.openings, *format_.closings, *inner))), "", text)

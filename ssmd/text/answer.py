@@ -95,15 +95,16 @@ class AnswerReader:
         self._reasoning.state = "over"
         return out if self._calls.mark(marker, out) else None
 
-    def end(self, *, in_call: bool = False) -> list[Part]:
+    def end(self, *, in_call: bool = False, cut: bool = False) -> list[Part]:
         """End the answer, and return the parts of the text that was held back.
 
         in_call: that text could only have become a call, so it is not returned as content.
+        cut: the answer did not come to its end, so the arguments of an unfinished call stay as far as they came.
         """
         thought, said = self._reasoning.end()
         out = self._told(thought, "" if in_call else said)
         if self._calls is not None:
-            self._calls.end(out, in_call=in_call)
+            self._calls.end(out, in_call=in_call, cut=cut)
         return out
 
     def _told(self, thought: str, said: str) -> list[Part]:

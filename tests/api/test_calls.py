@@ -122,15 +122,48 @@ def test_the_openai_client_puts_a_stream_together(tiny: Daemon) -> None:
         (CALL, {"tools": None}),
         (CALL, {"tools": []}),
         (CALL, {"tool_choice": "none"}),
-        ("<tool_call>\n{'name': 'f'}\n</tool_call>", {}),
-        ("Write <tool_call> first.", {}),
-        ("<tool_call>", {}),
     ],
 )
-def test_what_is_no_call_is_content(tiny: Daemon, said: str, fields: dict[str, Any]) -> None:
+def test_without_tools_a_call_is_content(tiny: Daemon, said: str, fields: dict[str, Any]) -> None:
     choice = choice_of(ask(tiny, said, **fields))
     assert choice["message"] == {"role": "assistant", "content": said, "refusal": None}
     assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("said", "content"),
+    [
+        ("Write <tool_call> first.", "Write  first."),
+        ("<tool_call>", ""),
+        ('<tool_call>\n{"arguments": {}}\n</tool_call>', '\n{"arguments": {}}'),
+    ],
+)
+def test_no_marker_is_content(tiny: Daemon, said: str, content: str) -> None:
+    choice = choice_of(ask(tiny, said))
+    assert choice["message"] == {"role": "assistant", "content": content, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("said", "arguments"),
+    [
+        ('{"name": "f", "arguments": {"text": "a\nb\tc"}}', {"text": "a\nb\tc"}),
+        ("{'name': 'f', 'arguments': {'a': None, 'b': [True,],}}", {"a": None, "b": [True]}),
+        ('{"name": "f", "arguments": {"a": [1, 2}}', {"a": [1, 2]}),
+        ('{"name": "f", "arguments": {"a": 1}}}}', {"a": 1}),
+        ('{"name": "f", "arguments": {"a": "b', {"a": "b\n"}),
+    ],
+)
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_malformed_call_is_a_call(tiny: Daemon, said: str, arguments: dict[str, Any], closed: bool) -> None:
+    said = f"I look.\n<tool_call>\n{said}\n" + ("</tool_call>" if closed else "")
+    message = (choice := choice_of(ask(tiny, said)))["message"]
+    assert (choice["finish_reason"], message["content"]) == ("tool_calls", "I look.")
+    [call] = message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", arguments)
+    found = chunks(ask(tiny, said, stream=True))
+    assert [one["function"]["arguments"] for one in calls_of(found)] == [call["function"]["arguments"]]
+    assert (found[-1]["choices"][0]["finish_reason"], text_of(found)) == ("tool_calls", "I look.")
 
 
 def test_a_call_that_max_tokens_cuts(tiny: Daemon) -> None:

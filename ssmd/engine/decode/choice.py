@@ -246,9 +246,9 @@ class Choice:
         """
         bound = self._request.tool_choice.mode == "required" if self._of_calls is None else self._guide is not None
         if not (early and bound):
-            return self._reader.end()
+            return self._reader.end(cut=early)
         self.cut = self.cut or (self._reader.holds and not self._reader.calling)
-        return self._reader.end(in_call=True)
+        return self._reader.end(in_call=True, cut=True)
 
     def _held_back(self) -> tuple[str, bool]:
         """Return the text not sent yet, and True if a stop string cuts it."""

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 from ssmd.text.calls.parts import CallArguments, CallEnd, CallStart, Part
+from ssmd.text.calls.value import SPACES
 
-SPACES = " \t\r\n"
 State = Literal["open", "done", "failed"]
 
 
 class Body(ABC):
     """The parser of calls in one notation, fed with text until its state is no longer `open`.
 
-    unsaid: text taken in that belongs to no reported call. If the body fails, it is plain text again.
-    calling: a call was reported and is unfinished.
+    A call that was reported ends whole, whatever follows. calling: a call was reported and is unfinished.
+    unsaid: text taken in that belongs to no call. It is content once the body is over.
     """
 
     def __init__(self) -> None:
         self.state: State = "open"
         self.calling = False
         self._unsaid: list[str] = []
-        self._arguments: list[str] = []
 
     @property
     def unsaid(self) -> str:
         return "".join(self._unsaid)
+
+    @property
+    @abstractmethod
+    def quoted(self) -> bool:
+        """True if the next character belongs to a string."""
 
     @abstractmethod
     def push(self, text: str, at: int, out: list[Part]) -> int:
@@ -37,12 +40,9 @@ class Body(ABC):
         If the body fails, `unsaid` holds the text up to the wrong character.
         """
 
+    @abstractmethod
     def end(self, out: list[Part]) -> None:
-        """End the text. An unfinished call is reported as cut off."""
-        if self.calling:
-            self._ended(out, whole=False)
-        if self.state == "open":
-            self.state = "failed"
+        """End the text: complete an unfinished call, or fail if its name or its arguments are unknown."""
 
     def _begun(self, name: str, out: list[Part]) -> None:
         out.append(CallStart(name))
@@ -51,40 +51,34 @@ class Body(ABC):
 
     def _argued(self, text: str, out: list[Part]) -> None:
         if text:
-            self._arguments.append(text)
             out.append(CallArguments(text))
 
-    def _ended(self, out: list[Part], *, whole: bool = True) -> None:
-        out.append(CallEnd(whole and _is_object("".join(self._arguments))))
-        self._unsaid.clear()
-        self._arguments.clear()
+    def _ended(self, out: list[Part]) -> None:
+        out.append(CallEnd(True))
         self.calling = False
-
-    def _break(self, out: list[Part]) -> None:
-        """Fail at a character that is not allowed here. A reported call ends before it."""
-        if self.calling:
-            behind = self.unsaid
-            self._ended(out)
-            self._unsaid.append(behind)
-        self.state = "failed"
+        self.state = "done"
 
 
 class CallSequence(Body):
-    """The parser of calls one after the other. one: makes the parser of each call.
+    """The parser of all calls behind one marker, with or without brackets, commas or semicolons around them.
 
-    opening, closing: text around all of them, or "". between: one of these characters stands between two calls.
+    object_: makes the parser of a call that begins with a brace. named: of one that begins with a name.
+    calls: the number of complete calls.
     """
 
-    def __init__(self, one: Callable[[], Body], opening: str = "", between: str = "", closing: str = "") -> None:
+    def __init__(self, object_: Callable[[], Body], named: Callable[[], Body] | None = None) -> None:
         super().__init__()
-        self._one, self._opening, self._between, self._closing = one, opening, between, closing
+        self._object, self._named = object_, named
         self._inner: Body | None = None
-        self._expects = "opening" if opening else "call"
-        self._calls = 0
+        self.calls = 0
 
     @property
     def unsaid(self) -> str:
         return super().unsaid + ("" if self._inner is None else self._inner.unsaid)
+
+    @property
+    def quoted(self) -> bool:
+        return self._inner is not None and self._inner.quoted
 
     def push(self, text: str, at: int, out: list[Part]) -> int:
         while at < len(text) and self.state == "open":
@@ -92,95 +86,53 @@ class CallSequence(Body):
                 at = self._push_inner(self._inner, text, at, out)
                 continue
             char = text[at]
-            if char in SPACES:
-                pass
-            elif self._expects == "opening" and char == self._opening:
-                self._expects = "call"
-            elif self._expects == "more" and char == self._closing:
-                self.state = "done"
-            elif self._expects == "more" and char in self._between:
-                self._expects = "call"
-            elif self._expects == "call" or (self._expects == "more" and not self._between):
-                self._inner = self._one()
-                continue
+            if char == "{":
+                self._inner = self._object()
+            elif self._named is not None and (char.isalpha() or char == "_"):
+                self._inner = self._named()
+            elif char in SPACES or char in "[(" or (self.calls and char in ",;"):
+                self._unsaid.append(char)
+                at += 1
+            elif self.calls and char in "}])":  # also one too many
+                self._unsaid.clear()
+                at += 1
             else:
-                self.state = "failed"
-                return at
-            self._unsaid.append(char)
-            at += 1
+                self.state = "done" if self.calls else "failed"
         return at
 
     def _push_inner(self, inner: Body, text: str, at: int, out: list[Part]) -> int:
-        told = len(out)
         at = inner.push(text, at, out)
+        if inner.state != "open" or inner.calling != self.calling:
+            self._note(inner)
+        return at
+
+    def _note(self, inner: Body) -> None:
+        """Note that a call was reported, or is over."""
         self.calling = inner.calling
-        if any(isinstance(part, CallStart) for part in out[told:]):
+        if inner.calling or inner.state == "done":
             self._unsaid.clear()
+        if inner.state == "open":
+            return
+        self._inner = None
         if inner.state == "done":
-            self._inner, self._expects = None, "more"
-            self._calls += 1
-        elif inner.state == "failed":
+            self.calls += 1
+        else:
             self._unsaid.append(inner.unsaid)
-            self._inner = None
             self.state = "failed"
-        return at
 
-    def end(self, out: list[Part]) -> None:
-        if self._inner is not None:
-            self._inner.end(out)
-            self.calling = False
-            self._unsaid.append(self._inner.unsaid)
-            self._inner = None
-        self.state = "done" if self._expects == "more" else "failed"
-
-
-class NotationChoice(Body):
-    """The parser of one of several notations, chosen by the first character or the first two; "" for all others."""
-
-    def __init__(self, bodies: Mapping[str, Callable[[], Body]]) -> None:
-        super().__init__()
-        self._bodies = bodies
-        self._head = ""  # without the spaces
-        self._inner: Body | None = None
-
-    @property
-    def unsaid(self) -> str:
-        return super().unsaid if self._inner is None else self._inner.unsaid
-
-    def push(self, text: str, at: int, out: list[Part]) -> int:
-        while self._inner is None and at < len(text):
-            char = text[at]
-            self._unsaid.append(char)
-            at += 1
-            if char not in SPACES:
-                self._head += char
-                if len(self._head) == 2 or not any(len(key) == 2 and key[0] == char for key in self._bodies):
-                    self._choose(out)
-        return self._push_inner(text, at, out) if self._inner is not None and self.state == "open" else at
-
-    def _choose(self, out: list[Part]) -> None:
-        heads = (self._head, self._head[0], "")
-        self._inner = self._bodies[next(head for head in heads if head in self._bodies)]()
-        told = super().unsaid
-        rest = self._push_inner(told, 0, out)
-        if rest < len(told):  # it failed inside this text: the rest is plain text too
-            self._inner._unsaid.append(told[rest:])
-
-    def _push_inner(self, text: str, at: int, out: list[Part]) -> int:
-        assert self._inner is not None
-        at = self._inner.push(text, at, out)
-        self.state, self.calling = self._inner.state, self._inner.calling
-        return at
-
-    def end(self, out: list[Part]) -> None:
-        if self._inner is not None:
-            self._inner.end(out)
-        self.calling = False
-        self.state = "failed" if self._inner is None else self._inner.state
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+    def end(self, out: list[Part], *, cut: bool = False) -> None:
+        """End the text. cut: the answer did not come to its end, so an unfinished call stays as far as it came."""
+        inner = self._inner
+        if inner is not None and cut:
+            self._unsaid.append(inner.unsaid)
+            self._inner, self.state = None, "failed"
+            if self.calling:
+                out.append(CallEnd(False))
+                self.calling, self.state = False, "done"
+        elif inner is not None:
+            inner.end(out)
+            self._note(inner)
+        if self.state == "open":
+            self.state = "done" if self.calls else "failed"
+            if self.calls:
+                self._unsaid.clear()

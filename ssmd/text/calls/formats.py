@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +14,6 @@ from ssmd.text.calls.json_object import JsonObject
 from ssmd.text.calls.named import ARGS, CALL_ID, NamedCall
 from ssmd.text.calls.pythonic import PythonicCall
 
-Names = Collection[str]
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -38,16 +38,16 @@ class CallSyntax:
 class Format:
     """A notation of calls. Markers may be control tokens or plain text.
 
-    openings: markers that calls begin with, the usual one first. bodies: parsers of the text after it, by its first
-    character, or by two where one is ambiguous; "" is for all others. closing: the last marker, or "". inner: markers
-    inside a call. bare: a call may also begin without a marker, at the start of the answer. id_length: length of the
-    ids that templates ask for.
+    openings: markers that calls begin with, the usual one first. written: the spelling of forced calls.
+    named: makes the parser of a call that begins with its name; each format also has calls as JSON objects.
+    closing: the last marker, or "". inner: markers inside a call. bare: a call may also begin without a marker, at the
+    start of the answer; its tool must be known. id_length: length of the ids that templates ask for.
     """
 
     name: str
     openings: tuple[str, ...]
-    bodies: Mapping[str, Callable[[Names], Body]]
     written: CallSyntax
+    named: Callable[[], Body] | None = None
     closing: str = ""
     inner: tuple[str, ...] = ()
     bare: bool = False
@@ -58,65 +58,58 @@ class Format:
     def markers(self) -> tuple[str, ...]:
         return (*self.openings, *([self.closing] if self.closing else []), *self.inner)
 
+    @property
+    def closings(self) -> tuple[str, ...]:
+        """Return the markers that end a call, also those that match an opening without being the format's own."""
+        tags = (f"</{opening[1:]}" for opening in self.openings if re.fullmatch(r"<\w+>", opening))
+        return tuple(dict.fromkeys((*([self.closing] if self.closing else []), *tags)))
+
+    def body(self, names: Collection[str]) -> CallSequence:
+        """Return a parser of the text after an opening marker. names: names of the tools."""
+        # An answer may be JSON without being a call, so a call without a marker needs a known name.
+        return CallSequence(partial(JsonObject, names if self.bare else None), self.named)
+
     def new_id(self) -> str:
         """Return a new id for a call, of OpenAI's form or of the form that the template requires."""
         return self.prefix + "".join(secrets.choice(_LETTERS) for _ in range(self.id_length))
 
 
-def _object(names: Names) -> Body:
-    return JsonObject()
-
-
-def _list(names: Names) -> Body:
-    return CallSequence(JsonObject, "[", ",", "]")
-
-
-def _known(names: Names) -> Body:
-    # No marker precedes these, and an answer may be JSON without being a call. So the tool's name must be known.
-    return CallSequence(lambda: JsonObject(names), between=";")
-
-
-_pythonic = partial(CallSequence, PythonicCall, "[", ",", "]")
 _OBJECT = CallSyntax('{"name": "', '", "arguments": ', "}", ", ")
 HERMES = Format(
     "hermes",
     ("<tool_call>",),
-    {"[": _list, "": _object},
     CallSyntax('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n"),
-    "</tool_call>",
+    closing="</tool_call>",
 )
 NEMOTRON = Format(
     "nemotron",
     ("<TOOLCALL>",),
-    {"[": _list, "": _object},
     replace(_OBJECT, opening="<TOOLCALL>[", closing="]</TOOLCALL>"),
-    "</TOOLCALL>",
+    closing="</TOOLCALL>",
 )
 GRANITE_3 = Format(
     "granite 3",
     ("<|tool_call|>", "<tool_call>"),
-    {"[": _list, "": _object},
     replace(_OBJECT, opening="<|tool_call|>[", closing="]"),
 )
 LFM2 = Format(
     "lfm2",
     ("<|tool_call_start|>",),
-    {"[{": _list, "[": lambda names: _pythonic(), "": _object},
     replace(_OBJECT, opening="<|tool_call_start|>[", closing="]<|tool_call_end|>"),
-    "<|tool_call_end|>",
+    PythonicCall,
+    closing="<|tool_call_end|>",
 )
 LLAMA_3 = Format(
     "llama 3",
     ("<|python_tag|>",),
-    {"": _known},
     CallSyntax('{"name": "', '", "parameters": ', "}", several=False),  # its templates refuse more than one
     bare=True,
 )
 MISTRAL = Format(
     "mistral",
     ("[TOOL_CALLS]",),
-    {"[": _list, "{": _object, "": lambda names: NamedCall()},
     replace(_OBJECT, opening="[TOOL_CALLS] [", closing="]"),
+    NamedCall,
     inner=(CALL_ID, ARGS),
     prefix="",
     id_length=9,

@@ -1,21 +1,23 @@
 """The parser that separates an answer's tool calls from the text around them, as both come.
 
-Markers are not sent, and text that may become one waits. A call that is malformed before its name and the beginning of
-its arguments is sent as text, with its markers. A call that breaks later stays a call up to there; the rest is text.
+Markers are not sent, and text that may become one waits. A call whose tool or arguments cannot be read is sent as text,
+without its markers. Any other call is sent as a call, and its arguments are completed to a JSON object.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
-from functools import partial
+from functools import cache
 from typing import Literal
 
-from ssmd.text.calls.body import SPACES, Body, NotationChoice
+from ssmd.text.calls.body import CallSequence
 from ssmd.text.calls.formats import Format
 from ssmd.text.calls.parts import CallEnd, CallStart, Part, TextPart
-from ssmd.text.markers import first, may_become
+from ssmd.text.calls.value import SPACES
 
-SEARCHED = 1024  # characters of a failed call that are searched for another call: searching all would be quadratic
+_PIECE = 4096  # characters that are read at once: each marker copies the rest of its piece
+_MOST_GAP = 64  # spaces after a marker in a string that are looked at to tell if it is the string's text
 
 
 class CallReader:
@@ -28,13 +30,20 @@ class CallReader:
     def __init__(self, format_: Format, names: Collection[str], *, start: bool, controls: Collection[str] = ()) -> None:
         self._format, self._names = format_, names
         bare = format_.bare and start
-        self._state: Literal["start", "text", "call", "after"] = "start" if bare else "text"
-        self._openings = [marker for marker in format_.openings if marker not in controls]
-        self._closings = [format_.closing] if format_.closing and format_.closing not in controls else []
-        self._held = ""  # what may become a marker
+        self._state: Literal["start", "text", "call"] = "start" if bare else "text"
+        self._openings = tuple(marker for marker in format_.openings if marker not in controls)
+        spelt = self._openings + tuple(marker for marker in format_.closings if marker not in controls)
+        self._spelt = self._in_text = _patterns(spelt)
+        # Markers inside a call may be words of an answer that has no call.
+        self._after_call = _patterns(spelt + tuple(marker for marker in format_.inner if marker not in controls))
+        self._no_content = _patterns(spelt + format_.inner)
+        self._held = ""  # what may become a marker, or is one that may belong to a string
+        self._dropped = False  # a marker came that is not content
+        self._joint = False  # one came after the last content
         self._spaces: list[str] = []  # after the last word
         self._marker = ""  # the call's first marker, while the call may still turn out to be text
-        self._body: Body | None = None
+        self._body: CallSequence | None = None
+        self._last = ""  # the last character that the body was given
         self._said: list[str] = []
         self._over: list[bool] = []  # for each finished call: True if it is complete
 
@@ -46,7 +55,8 @@ class CallReader:
     @property
     def holds(self) -> bool:
         """True if some text is still held back, or a call is unfinished."""
-        return bool(self._held) or any(self._spaces) or self._body is not None
+        unfinished = self._body is not None and (not self._body.calls or self._body.calling or bool(self._body.unsaid))
+        return bool(self._held) or any(self._spaces) or unfinished
 
     @property
     def speaks(self) -> bool:
@@ -56,7 +66,7 @@ class CallReader:
     @property
     def begun(self) -> str | None:
         """The text after the marker of a call whose tool is still unknown; None if there is no such call."""
-        return self._body.unsaid if self._body is not None and self._marker else None
+        return self._body.unsaid + self._held if self._body is not None and self._marker else None
 
     @property
     def calling(self) -> bool:
@@ -66,7 +76,7 @@ class CallReader:
     @property
     def in_call(self) -> bool:
         """True if the next text belongs to a call, or to a marker that begins one."""
-        return self._state in ("call", "after") or bool(self._held)
+        return self._body is not None or bool(self._held)
 
     @property
     def over(self) -> int:
@@ -80,51 +90,45 @@ class CallReader:
 
     def push(self, text: str, out: list[Part]) -> None:
         """Take in text, and append its parts to `out`."""
+        if len(text) > _PIECE:
+            for at in range(0, len(text), _PIECE):
+                self.push(text[at : at + _PIECE], out)
+            return
         while text:
             if self._state == "start":
                 text = self._start(text)
             elif self._state == "text":
                 text = self._read(text, out)
-            elif self._state == "call":
-                text = self._call(text, out)
             else:
-                text = self._after(text)
+                text = self._call(text, out)
 
     def mark(self, marker: str, out: list[Part]) -> bool:
         """Take in a control token by its text. Returns False, and does nothing, if it is not a marker here."""
-        if marker not in self._format.markers:
+        if marker not in self._format.markers or (self._body is None and marker not in self._format.openings):
             return False
-        if self._body is not None and marker in self._format.inner:
-            self.push(marker, out)
-        elif self._state == "after" and marker == self._format.closing:
-            self._settle()
-        elif self._body is None and marker in self._format.openings:
-            self._release(out)
+        self._release(out)
+        if self._body is None:
             self._open(marker)
-        elif self._body is None:
-            return False
+        elif marker in self._format.inner:
+            self._feed(marker, out)
         else:
             self._break(marker, out)
         return True
 
-    def end(self, out: list[Part], *, in_call: bool = False) -> None:
+    def end(self, out: list[Part], *, in_call: bool = False, cut: bool = False) -> None:
         """End the answer, and append the parts of the text that was held back.
 
-        in_call: that text belongs to a call that is cut off, so it is not content.
+        cut: the answer did not come to its end, so an unfinished call stays as far as it came.
+        in_call: the text that is held back belongs to a call that is cut off, so it is not content.
         """
-        if self._body is not None and in_call:
-            parts: list[Part] = []
-            self._body.end(parts)
-            self._note(parts, out)
-            self._body = None
-        elif self._body is not None:
-            self._end_body(out)
-        if self._state == "after" or in_call:
-            self._held = ""  # a part of the call's last marker, or of its first
+        if in_call:
+            self._held = ""
+        self._release(out, at_end=True, cut=cut)
+        if self._body is not None:
+            self._end_body(out, cut=cut, in_call=in_call)
         if in_call:
             self._spaces.clear()
-        self._release(out)
-        if not self._over:
+        if not self._over and not self._dropped:
             self._say("", out)
         self._spaces.clear()
 
@@ -139,16 +143,25 @@ class CallReader:
         return rest
 
     def _read(self, text: str, out: list[Part]) -> str:
+        if not self._held and not self._in_text.first(text):
+            self._words(text, out)
+            return ""
         text, self._held = self._held + text, ""
-        at, marker = first(text, self._openings)
-        if marker:
-            self._words(text[:at], out)
-            self._open(marker)
-            return text[at + len(marker) :]
-        at -= may_become(text, self._openings)
+        found = self._in_text.whole.search(text)
+        if found is not None:
+            self._words(text[: found.start()], out)
+            self._meet(found[0])
+            return text[found.end() :]
+        at = self._in_text.beginning(text)
         self._held = text[at:]
         self._words(text[:at], out)
         return ""
+
+    def _meet(self, marker: str) -> None:
+        """Open a call at its marker. A marker that ends none is dropped."""
+        self._dropped = self._joint = True
+        if marker in self._format.openings:
+            self._open(marker)
 
     def _words(self, text: str, out: list[Part]) -> None:
         """Append a text as content, without the spaces at its end: the next text decides if they are content."""
@@ -161,91 +174,155 @@ class CallReader:
     def _say(self, text: str, out: list[Part]) -> None:
         text = "".join([*self._spaces, text])
         self._spaces.clear()
+        if text and self._joint:
+            self._joint = False
+            text = text if text[0] in SPACES else self._apart() + text
         if text:
             self._said.append(text)
             out.append(TextPart(text))
 
+    def _apart(self) -> str:
+        """Return a space if the content ends as a marker begins: with a marker taken out, none may come together."""
+        end = ""
+        for text in reversed(self._said):
+            end = text + end
+            if len(end) >= self._no_content.longest:
+                break
+        return " " if self._no_content.beginning(end) < len(end) else ""
+
     def _open(self, marker: str) -> None:
-        names = self._names
-        self._body = NotationChoice({head: partial(body, names) for head, body in self._format.bodies.items()})
-        self._marker, self._state = marker, "call"
+        self._body = self._format.body(self._names)
+        self._marker, self._state, self._last = marker, "call", ""
+        if marker:
+            self._in_text = self._after_call
 
     def _call(self, text: str, out: list[Part]) -> str:
+        """Give the body a text up to the next marker. Return the text after that."""
+        if not self._held and not self._spelt.first(text):
+            return self._feed(text, out)
+        text, self._held = self._held + text, ""
+        found = self._spelt.whole.search(text)
+        if found is None:
+            at = self._spelt.beginning(text)
+            rest = self._feed(text[:at], out)
+            if self._body is None:
+                return rest + text[at:]
+            self._held = text[at:]
+            return ""
+        rest = self._feed(text[: found.start()], out)
+        if self._body is None:  # it ended before the marker
+            return rest + text[found.start() :]
+        within = self._within(text, found)
+        if within is None:
+            self._held = text[found.start() :]
+            return ""
+        if within:
+            rest = self._feed(found[0], out)
+            return rest + text[found.end() :]
+        self._break(found[0], out)
+        return text[found.end() :]
+
+    def _within(self, text: str, found: re.Match[str]) -> bool | None:
+        """Return True if a marker is the text of a string, None if the text after it has to tell.
+
+        A string cannot have a line break before it, nor a line break and another call behind it, and it has to go on.
+        """
+        assert self._body is not None
+        if not self._body.quoted or self._last == "\n":
+            return False
+        rest = text[found.end() :]
+        behind = rest.lstrip(SPACES)
+        gap = rest[: len(rest) - len(behind)]
+        if len(gap) > _MOST_GAP:
+            return True
+        if not behind:
+            return None
+        if "\n" not in gap or found[0] in self._openings:
+            return True
+        if behind.startswith(self._openings):
+            return False
+        return None if any(opening.startswith(behind) for opening in self._openings) else True
+
+    def _feed(self, text: str, out: list[Part]) -> str:
+        """Give the body a text. Return what follows its end."""
         body = self._body
         assert body is not None
-        parts: list[Part] = []
-        at = body.push(text, 0, parts)
-        self._note(parts, out)
-        if body.state == "done":
-            self._body, self._state = None, "after"
-        elif body.state == "failed":
-            return self._give_back(body, out) + text[at:]
+        if not text:
+            return ""
+        told = len(out)
+        at = body.push(text, 0, out)
+        self._last = text[-1]
+        self._note(out, told)
+        if body.state == "open":
+            return ""
+        self._body, self._state = None, "text"
+        self._give_back(body.unsaid, out)
         return text[at:]
 
-    def _note(self, parts: list[Part], out: list[Part]) -> None:
-        for part in parts:
-            if isinstance(part, CallStart):
+    def _note(self, out: list[Part], told: int) -> None:
+        """Note the parts that came after the first `told`."""
+        for i in range(told, len(out)):
+            part = out[i]
+            if type(part) is CallStart:
                 self._spaces.clear()
                 self._marker = ""
-            elif isinstance(part, CallEnd):
+            elif type(part) is CallEnd:
                 self._over.append(part.whole)
-        out += parts
-
-    def _give_back(self, body: Body, out: list[Part]) -> str:
-        """Turn a failed call into text, with its marker. Return the text after it if that may hold another call."""
-        self._body, self._state = None, "text"
-        if self._marker:
-            self._words(self._marker, out)
-        if len(body.unsaid) <= SEARCHED:
-            return body.unsaid
-        self._words(body.unsaid, out)
-        return ""
-
-    def _end_body(self, out: list[Part]) -> bool:
-        """End the call, complete or not. Return True if it is complete."""
-        body = self._body
-        assert body is not None
-        parts: list[Part] = []
-        body.end(parts)
-        self._note(parts, out)
-        if body.state == "done":
-            self._body, self._state = None, "text"
-            return True
-        self._words(self._give_back(body, out), out)
-        return False
 
     def _break(self, marker: str, out: list[Part]) -> None:
-        """End the call at a marker that is not allowed inside it."""
-        whole = self._end_body(out)
-        if marker in self._format.openings:
-            self._open(marker)
-        elif not whole:
-            self._words(marker, out)
+        """End the call at a marker."""
+        self._end_body(out)
+        self._meet(marker)
 
-    def _after(self, text: str) -> str:
-        """Take in the text after a call, and return the rest: it may begin with the closing marker."""
-        if not self._held:
-            rest = text.lstrip(SPACES)
-            self._spaces.append(text[: len(text) - len(rest)])
-            text = rest
-        text, self._held = self._held + text, ""
-        for marker in self._closings:
-            if text.startswith(marker):
-                self._settle()
-                return text[len(marker) :]
-            if marker.startswith(text):
-                self._held = text
-                return ""
-        if text:
-            self._state = "text"
-        return text
+    def _end_body(self, out: list[Part], *, cut: bool = False, in_call: bool = False) -> None:
+        body = self._body
+        assert body is not None
+        self._body, self._state = None, "text"
+        told = len(out)
+        body.end(out, cut=cut)
+        self._note(out, told)
+        self._give_back("" if in_call else body.unsaid, out)
 
-    def _settle(self) -> None:
-        """Note that a call's closing marker has come."""
-        self._spaces.clear()
-        self._state = "text"
+    def _give_back(self, text: str, out: list[Part]) -> None:
+        """Turn text of a body into content, without the markers that stand in its strings."""
+        for i, part in enumerate(self._no_content.whole.split(text)):
+            self._dropped = self._dropped or i > 0
+            self._joint = self._joint or i > 0
+            self._words(part, out)
 
-    def _release(self, out: list[Part]) -> None:
-        """Append the text that was held back as a possible marker: it is content."""
+    def _release(self, out: list[Part], *, at_end: bool = False, cut: bool = False) -> None:
+        """Use the text that was held back as a possible marker."""
         held, self._held = self._held, ""
-        self._words(held, out)
+        if not held:
+            return
+        found = self._spelt.whole.match(held)
+        if self._body is None:
+            self._words(held, out)
+        elif found is not None:
+            if not cut:
+                self._break(found[0], out)
+        elif self._body.quoted or not at_end:
+            self._words(self._feed(held, out), out)
+        elif not self._body.calling and not self._body.calls:
+            self._end_body(out, cut=cut)
+            self._words(held, out)
+
+
+class _Patterns:
+    """The patterns of some markers. first: finds their first characters. longest: characters of the longest."""
+
+    def __init__(self, markers: tuple[str, ...]) -> None:
+        self.longest = max(map(len, markers), default=0)
+        beginnings = sorted({marker[:n] for marker in markers for n in range(1, len(marker))}, key=len, reverse=True)
+        firsts = "".join(re.escape(char) for char in sorted({marker[0] for marker in markers}))
+        self.first = re.compile(f"[{firsts}]" if firsts else "(?!)").search
+        self.whole = re.compile("|".join(map(re.escape, markers)) or "(?!)")
+        self._beginning = re.compile(rf"(?:{'|'.join(map(re.escape, beginnings))})\Z" if markers else "(?!)")
+
+    def beginning(self, text: str) -> int:
+        """Return where the end of a text may begin a marker; its length if it does not."""
+        found = self._beginning.search(text, max(0, len(text) - self.longest))
+        return len(text) if found is None else found.start()
+
+
+_patterns = cache(_Patterns)
