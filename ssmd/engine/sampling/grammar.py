@@ -123,7 +123,7 @@ class Grammars:
 
     def _judge(self, grammar: Grammar, client: str, wait: bool) -> None:
         """Raise Rejection if the grammar failed its trial, and PendingTrial if it is not tried yet."""
-        parts = grammar.parts
+        parts: Sequence[Grammar] = grammar.parts
         verdict = self._verdict(grammar, parts, client, wait)
         while verdict.why:
             if verdict.part is not None and verdict.part < len(parts):
