@@ -253,6 +253,7 @@ def _become(asked: dict[str, Any]) -> None:
             import resource
 
             resource.setrlimit(getattr(resource, name), (limit, limit))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
     exec(asked["before"], {})
     sys.argv = ["ssmd", *asked["arguments"]]
     runpy.run_module("ssmd", run_name="__main__")

@@ -213,12 +213,19 @@ def _sleeps(process: int) -> int:
     return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
+def _wait_for_draining(served: Served) -> None:
+    """Wait until /health says that the daemon refuses new requests; at most 20 s."""
+    deadline = time.monotonic() + 20
+    while served.ask("GET", "/health").status == 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_signal_lets_what_runs_come_to_its_end(artifact: Path, tmp_path: Path) -> None:
     with running(tmp_path, str(artifact)) as (process, served):
         with long_stream(served, artifact.name) as one:
             process.send_signal(signal.SIGTERM)
-            while served.ask("GET", "/health").status == 200:
-                time.sleep(0.01)
+            _wait_for_draining(served)
             body = {"model": artifact.name, "messages": [{"role": "user", "content": "x"}]}
             refused = served.ask("POST", CHAT, body)
             assert (refused.status, refused.error["code"]) == (503, "shutting_down")
@@ -233,8 +240,7 @@ def test_a_hangup_ends_it_as_sigterm_does(artifact: Path, tmp_path: Path) -> Non
         with long_stream(served, artifact.name) as one:
             for _ in range(2):
                 process.send_signal(signal.SIGHUP)
-                while served.ask("GET", "/health").status == 200:
-                    time.sleep(0.01)
+                _wait_for_draining(served)
             assert rest(one).rstrip().endswith(b"data: [DONE]\n\n\r\n0".rstrip())
         assert process.wait(20) == 0
     assert "SIGHUP: finishing requests, at most 10 s\n" in (tmp_path / "data" / "daemon.log").read_text()

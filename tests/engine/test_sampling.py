@@ -224,7 +224,7 @@ def test_a_bias_outside_the_vocabulary_or_wrong_array_is_refused() -> None:
         ("repetition_penalty", -1.0),
         ("repetition_penalty", float("inf")),
         ("repeat_last_n", -2),
-        ("repeat_last_n", 2.0),
+        ("repeat_last_n", 2.5),
         ("seed", 2**70),
         ("seed", 0.5),
         ("top_logprobs", 21),
