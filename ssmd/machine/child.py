@@ -47,6 +47,10 @@ class UnavailableChild(ChildError):
     """A child that the system did not start, or that could not do its opening job. No job is at fault."""
 
 
+class KilledChild(ChildError):
+    """A child that was killed from outside while it did a job, as by the kernel for want of memory."""
+
+
 class _UnstartedJob(ChildError):
     """A child was ended before it started a job, so that another child may try it."""
 
@@ -237,8 +241,10 @@ class Child:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(ENDING_S)
             why = self._ended(process, seconds, late.is_set())
-            untaken = by_itself and (not sent or (at_once and process.returncode in _FROM_OUTSIDE))
-            raise _UnstartedJob(why) if untaken else ChildError(odd or why)
+            killed = by_itself and process.returncode in _FROM_OUTSIDE
+            if by_itself and (not sent or (at_once and killed)):
+                raise _UnstartedJob(why)
+            raise KilledChild(why) if killed else ChildError(odd or why)
         return answer
 
     def _reap(self) -> None:

@@ -125,6 +125,10 @@ class _Translation:
                     return False
             elif char == "[" or (char in "&~" and before == char):
                 self._take(char, "\\")
+            elif pattern.startswith("--", self._at) and self._at == start + 1 + negated:
+                self._replace(2, r"\--")  # a range that begins with a hyphen
+            elif char == "-" and self._out[-1] == "-":
+                self._take(char, "\\")  # a range that ends with one; Rust reads -- as a difference
             elif char == "-" and (_CLASS_ESCAPE.match(pattern, self._at + 1) and self._at > start + 1 + negated):
                 self._take(char, "\\")  # no range: a class of characters follows
             else:

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from ssmd.engine.sampling import trial
 from ssmd.engine.sampling.grammar import Grammars
 from ssmd.engine.sampling.trial import PendingTrial, Trials, Verdict, is_plain
 from ssmd.engine.terms import Grammar, Rejection
+from ssmd.machine.child import AT_ONCE_S, Child, KilledChild, Packet
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing limits memory")
 NAME = "byte-level"
@@ -226,6 +228,31 @@ def test_a_process_killed_between_trials_is_started_again(read: Grammars) -> Non
     os.kill(number, signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
     assert read.read(of_regex("a{3}", "guided_regex")).goes_on
     assert child_of(read) not in (None, number)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="stops and kills a process by signals")
+def test_a_process_killed_in_a_trial_tries_it_again(read: Grammars) -> None:
+    assert read.read(of_regex("a{2}", "guided_regex")).goes_on
+    number = child_of(read)
+    assert number is not None
+    with ThreadPoolExecutor(1) as thread:
+        os.kill(number, signal.SIGSTOP)
+        trying = thread.submit(read.read, of_regex("a{3}", "guided_regex"))
+        time.sleep(3 * AT_ONCE_S)  # the job counts as begun then
+        os.kill(number, signal.SIGKILL)
+        assert trying.result(30).goes_on
+
+
+def test_a_trial_that_is_killed_twice_has_no_verdict(read: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> Packet:
+        raise KilledChild("SIGKILL")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "ask", killed)
+        with pytest.raises(Rejection, match="was killed") as caught:
+            read.read(of_regex("a{4}", "guided_regex"))
+        assert (caught.value.status, caught.value.code) == (503, "grammar_check_unavailable")
+    assert read.read(of_regex("a{4}", "guided_regex")).goes_on
 
 
 def test_without_a_process_only_plain_grammars_are_read(

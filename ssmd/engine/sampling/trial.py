@@ -24,7 +24,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ssmd.engine.terms import Grammar, Rejection
-from ssmd.machine.child import MAX_BODY, MAX_HEAD, Child, ChildError, Packet, UnavailableChild, receive, send
+from ssmd.machine.child import (
+    MAX_BODY,
+    MAX_HEAD,
+    Child,
+    ChildError,
+    KilledChild,
+    Packet,
+    UnavailableChild,
+    receive,
+    send,
+)
 from ssmd.machine.confinement import allow_memory, allow_processor, confine, end_with
 from ssmd.machine.memory import trim
 from ssmd.machine.size import show_size
@@ -221,8 +231,12 @@ class Trials:
                 self._child = child
                 if self._closed:
                     child.close()
+        job = Packet({"do": "try"}, json.dumps(texts).encode())
         try:
-            answer = child.ask(Packet({"do": "try"}, json.dumps(texts).encode()), READ_S + 1)
+            try:
+                answer = child.ask(job, READ_S + 1)
+            except KilledChild:  # not by the grammar, whose process has limits of its own
+                answer = child.ask(job, READ_S + 1)
         except ChildError as err:
             if self._closed:
                 raise _unavailable("the server is shutting down", "shutting_down") from err
@@ -232,6 +246,10 @@ class Trials:
                 self._warned = True
                 said = "The grammar cannot be checked, because the server could not start the process for it."
                 raise _unavailable(f"{said} Use a JSON schema without patterns, or try again.", _NO_PROCESS) from err
+            if isinstance(err, KilledChild):
+                log.warning("the process that tries grammars was killed twice: %s", err)
+                said = "The grammar cannot be checked, because the process for it was killed. Please try again."
+                raise _unavailable(said, _NO_PROCESS) from err
             log.info("a client's grammar met a limit in its trial and is refused")
             log.debug("its process: %s", err)
             return _MET_A_LIMIT
