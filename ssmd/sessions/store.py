@@ -24,7 +24,7 @@ from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, joined
 from ssmd.sessions.rows.checkpoints import CheckpointResult
-from ssmd.sessions.rows.database import DiskFull, disk_full
+from ssmd.sessions.rows.faults import DiskFull, disk_full
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn

@@ -26,7 +26,8 @@ from sqlalchemy import event, text
 
 from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.files.transfer import export_session
-from ssmd.sessions.rows.database import FILE, ReplacedFile
+from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.rows.faults import ReplacedFile
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, conversation

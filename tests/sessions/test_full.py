@@ -20,7 +20,7 @@ from keeping import Chat, assert_same, new_store, state_of
 from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows import disk_space
-from ssmd.sessions.rows.database import DiskFull
+from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.store import Store
 
 WIDE = StateSpec((TensorSpec("ssm_0", "ssm", 0, (100, 2500)),))  # 1 MB for each checkpoint

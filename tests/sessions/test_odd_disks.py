@@ -24,6 +24,7 @@ from noted import note_all
 from serving import Served
 
 from ssmd.sessions.rows import database
+from ssmd.sessions.rows.faults import errors
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
@@ -222,7 +223,7 @@ def test_each_extended_error_says_what_to_do(tmp_path: Path, code: str, said: st
     file.touch()
     error = sqlite3.OperationalError("disk I/O error")
     error.sqlite_errorcode, error.sqlite_errorname = getattr(sqlite3, code), code
-    with pytest.raises(StoreError) as raised, database.errors(file):
+    with pytest.raises(StoreError) as raised, errors(file):
         raise error
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)

@@ -22,7 +22,8 @@ from ssmd.machine.size import show_size
 from ssmd.sessions.fsck.findings import Damage
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows import database
-from ssmd.sessions.rows.database import DiskFull, errors, place
+from ssmd.sessions.rows.database import place
+from ssmd.sessions.rows.faults import DiskFull, errors
 from ssmd.sessions.rows.retention import NOTHING
 from ssmd.sessions.rows.schema import metadata
 from ssmd.sessions.store import Store

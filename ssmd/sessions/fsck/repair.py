@@ -17,7 +17,7 @@ from ssmd.sessions.fsck.check import examine
 from ssmd.sessions.fsck.findings import Damage, Findings, Home, is_moment, is_text, is_time
 from ssmd.sessions.fsck.salvage import salvage
 from ssmd.sessions.rows import erasure, growth
-from ssmd.sessions.rows.database import DamagedFile
+from ssmd.sessions.rows.faults import DamagedFile
 from ssmd.sessions.rows.holding import batches, count_again
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, metadata, reply, segment, session, total, turn
 from ssmd.sessions.rows.turns import as_text, as_they_are, from_micros

@@ -21,8 +21,8 @@ from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import database, erasure, growth, holding, replies, retention, sessions, turns
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of, is_genuine
 from ssmd.sessions.rows.checkpoints import CheckpointResult, sweep
-from ssmd.sessions.rows.database import DiskFull
 from ssmd.sessions.rows.disk_space import DiskSpace
+from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.rows.holding import batches, count_again
 from ssmd.sessions.rows.parts import DamagedState, read_parts, segments_of
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint

@@ -12,7 +12,6 @@ it (unless the log grows past 128 MiB): `settle` does, once the answer is out.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sqlite3
@@ -26,14 +25,24 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
 from ssmd.machine.descriptors import read_at
 from ssmd.machine.folder import close_to_others, make_private, others_open
-from ssmd.machine.lockfile import LOCK_FILE, holder, locks_files
 from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import erasure
+from ssmd.sessions.rows.faults import (
+    SHARING,
+    DiskFull,
+    NoSharedMemory,
+    StoreLocked,
+    disk_full,
+    errors,
+    held_alone,
+    no_shared_memory,
+    replaced,
+    unusable_store,
+)
 from ssmd.sessions.turn import StoreError
 
 log = logging.getLogger(__name__)
@@ -42,7 +51,6 @@ APPLICATION_ID = 0x73736D64  # "ssmd": tells our file from other SQLite files
 PAGE_BYTES = 16384
 _LOG_PAGES = (128 << 20) // PAGE_BYTES
 _PAGES_AT_ONCE = 64
-_MOVE = "move the data directory to a local disk, and name it with --data-dir or SSMD_DATA_DIR"
 _HEADER = b"SQLite format 3\x00"
 _READ = "PRAGMA schema_version"
 _FILE_HEADER_BYTES = 100  # with the number of pages, of free ones, and of changes
@@ -221,7 +229,7 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def open_database(data_dir: Path, *, busy_ms: int) -> Engine:
-    """Open an engine over `data_dir`'s database, created if there is none. Raises StoreError; makes no tables.
+    """Open an engine over `data_dir`'s database. Creates a missing one. Raises StoreError; makes no tables.
 
     If the file system has no memory that processes share, this process uses the database alone.
     """
@@ -269,7 +277,7 @@ def _open(data_dir: Path, busy_ms: int, *, alone: bool) -> Engine:
             opened.note_sides()
     except StoreLocked as err:
         engine.dispose()
-        raise _held_alone(err, file) from err
+        raise held_alone(err, file) from err
     except BaseException:
         engine.dispose()
         raise
@@ -436,11 +444,11 @@ def _create(engine: Engine, busy_ms: int) -> None:
         while True:
             try:
                 if cursor.execute("PRAGMA journal_mode=WAL").fetchone() != ("wal",):
-                    raise NoSharedMemory(_no_shared_memory(Path(str(engine.url.database))))
+                    raise NoSharedMemory(no_shared_memory(Path(str(engine.url.database))))
                 cursor.execute("SELECT count(*) FROM sqlite_master").fetchone()  # the first read maps the log's index
                 return
             except sqlite3.OperationalError as err:
-                if err.sqlite_errorcode in _SHARING or time.monotonic() > deadline:
+                if err.sqlite_errorcode in SHARING or time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
 
@@ -514,166 +522,3 @@ def _on_reset(connection: _Connection, _: ConnectionPoolEntry, __: PoolResetStat
     """
     for cursor in tuple(connection.cursors):
         cursor.close()
-
-
-class DamagedFile(StoreError):
-    """A file whose own structure SQLite finds damaged."""
-
-    reason = "damaged"
-
-
-class ReplacedFile(StoreError):
-    """An open file that does not have its name any more. Writes to it are lost at the end."""
-
-    reason = "replaced"
-
-
-class NoSharedMemory(StoreError):
-    """A file system on which processes cannot share the memory that SQLite's log needs."""
-
-
-class StoreLocked(StoreError):
-    """A store that another process holds longer than the caller waits."""
-
-    reason = "locked"
-
-
-class DiskFull(StoreError):
-    """A file system without room for a write."""
-
-    reason = "disk_full"
-
-
-@contextlib.contextmanager
-def errors(file: Path) -> Iterator[None]:
-    """Turn the database's exceptions into StoreErrors that say what to do."""
-    try:
-        yield
-    except DBAPIError as err:
-        raise _error(err.orig, file) from err
-    except sqlite3.Error as err:
-        raise _error(err, file) from err
-    except (json.JSONDecodeError, UnicodeError) as err:
-        raise DamagedFile(
-            f"session store {file} is damaged: it holds text that cannot be read ({err}); see `ssmd session check`"
-        ) from err
-    except SQLAlchemyError as err:
-        raise StoreError(f"session store {file}: {err}") from err
-
-
-_KINDS = {
-    sqlite3.SQLITE_CORRUPT: DamagedFile,
-    sqlite3.SQLITE_NOTADB: DamagedFile,
-    sqlite3.SQLITE_BUSY: StoreLocked,
-    sqlite3.SQLITE_LOCKED: StoreLocked,
-    sqlite3.SQLITE_FULL: DiskFull,
-}
-_LOCKING = (
-    sqlite3.SQLITE_IOERR_LOCK,
-    sqlite3.SQLITE_IOERR_RDLOCK,
-    sqlite3.SQLITE_IOERR_UNLOCK,
-    sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
-)
-_SHARING = (sqlite3.SQLITE_IOERR_SHMOPEN, sqlite3.SQLITE_IOERR_SHMMAP, sqlite3.SQLITE_IOERR_SHMLOCK)
-_UNCONFIRMED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
-_READ_ONLY_SIDES = (
-    sqlite3.SQLITE_READONLY_RECOVERY,
-    sqlite3.SQLITE_READONLY_CANTLOCK,
-    sqlite3.SQLITE_READONLY_CANTINIT,
-)
-_WITHOUT_FILE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)  # what a missing file gives
-_NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)  # because of a disk quota, for example
-
-
-def _error(err: BaseException | None, file: Path) -> StoreError:
-    extended = getattr(err, "sqlite_errorcode", 0)
-    code = extended & 0xFF
-    if code in _WITHOUT_FILE and not os.path.lexists(file):  # it was there when the store was opened
-        return replaced(file, f"{file} was removed")
-    if extended == sqlite3.SQLITE_READONLY_DBMOVED:
-        return replaced(file, f"{file} was moved")
-    if extended in _SHARING:
-        return NoSharedMemory(_no_shared_memory(file))
-    if extended in _LOCKING or (code == sqlite3.SQLITE_BUSY and not locks_files(file.parent)):
-        return StoreError(
-            f"session store {file}: its file system cannot lock files ({_name(err)}), as some of NFS, CIFS, 9p and "
-            f"FUSE; {_MOVE}"
-        )
-    kind = DiskFull if extended in _NO_ROOM else _KINDS.get(code, StoreError)
-    return kind(_explain(err, extended, file))
-
-
-def _name(err: BaseException | None) -> str:
-    """Return the name of SQLite's extended error code, such as SQLITE_IOERR_LOCK; the message if it has none."""
-    return str(getattr(err, "sqlite_errorname", "") or err)
-
-
-def _no_shared_memory(file: Path) -> str:
-    return f"session store {file}: its file system has no memory that processes share; {_MOVE}"
-
-
-def _held_alone(err: StoreLocked, file: Path) -> StoreLocked:
-    """Return the error of a store that cannot be opened because of a lock: reading needs one only if it is held alone.
-
-    err: the error of the opening. One of a process that recovers the store is returned as it is.
-    """
-    cause = getattr(err.__cause__, "orig", None) or err.__cause__
-    if getattr(cause, "sqlite_errorcode", 0) != sqlite3.SQLITE_BUSY:
-        return err
-    process = None
-    with contextlib.suppress(OSError):
-        process = holder(file.with_name(LOCK_FILE))
-    who = f"the daemon, process {process}," if process else "another process"
-    return StoreLocked(
-        f"session store {file}: {who} uses it alone, as its file system has no memory that processes share; run this "
-        f"again after `ssmd stop`, or ask the daemon (its page, or /ssmd/v1/sessions). Else {_MOVE}"
-    )
-
-
-def replaced(
-    file: Path, happened: str, advice: str = "put the old files back, or restart the daemon to use the present ones"
-) -> ReplacedFile:
-    return ReplacedFile(
-        f"session store {file}: {happened} while it was in use, so nothing is written any more; {advice}"
-    )
-
-
-def disk_full(file: Path) -> DiskFull:
-    return DiskFull(
-        f"session store {file}: the disk is full; free some space, or remove sessions with `ssmd session rm`"
-    )
-
-
-def unusable_store(file: Path, err: OSError) -> StoreError:
-    return StoreError(f"session store {file}: {err}; check the disk, and that the directory is still there")
-
-
-def _explain(err: BaseException | None, extended: int, file: Path) -> str:
-    code, store = extended & 0xFF, f"session store {file}"
-    if extended == sqlite3.SQLITE_BUSY_RECOVERY:
-        return f"{store} is being recovered by another process after a crash; try again in a moment"
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return f"{store} is locked by another process that writes; try again when it is done"
-    if code == sqlite3.SQLITE_FULL:
-        return str(disk_full(file))
-    if extended in _READ_ONLY_SIDES:
-        return f"{store}: a file beside it, `-shm` or `-wal`, cannot be written ({_name(err)}); check its rights"
-    if extended == sqlite3.SQLITE_CANTOPEN_ISDIR:
-        return f"{store}: a folder has the name of the file, or of its `-wal` or `-shm`; move it away"
-    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        return f"{store} cannot be written ({err}); check the rights of the file and of its directory"
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return (
-            f"{store} is damaged ({err}); take out what can be read with `ssmd session check --repair`, "
-            "or move it away to start with an empty one"
-        )
-    if code == sqlite3.SQLITE_CONSTRAINT:
-        return f"{store}: nothing was written, because it contradicts stored rows ({err})"
-    if extended in _UNCONFIRMED:
-        return (
-            f"{store}: the disk did not confirm a write ({_name(err)}), so it may be broken; see the system's log, "
-            f"make a backup with `ssmd backup DIR`, and {_MOVE}"
-        )
-    if code == sqlite3.SQLITE_IOERR:
-        return f"{store}: reading or writing failed ({_name(err)}); is the disk full or broken?"
-    return f"{store}: {err}; run `ssmd session check` to see if it is damaged"

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Engine
 
 from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import database
-from ssmd.sessions.rows.database import DiskFull
+from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.rows.holding import stored_bytes
 from ssmd.sessions.turn import StoreError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine, inspect, text
 
 from ssmd.sessions.rows import database, disk_space
-from ssmd.sessions.rows.database import DiskFull
+from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.turn import StoreError
 
 HEAD = "0011"  # the newest revision; a test compares it with the files
