@@ -51,7 +51,7 @@ def cache_folder() -> Path:
 
 def _distrust(folder: Path) -> str:
     """Return why another user could have written into a folder or the folders in it; "" if none could."""
-    with contextlib.suppress(OSError):  # there is none, or it cannot be read: then nothing is read from it
+    with contextlib.suppress(OSError):  # a missing or unreadable folder: nothing is read from it
         for one in (folder, *(entry for entry in folder.iterdir() if entry.is_dir())):
             found = one.stat()
             if not owned(found):

@@ -216,7 +216,7 @@ def _is_reasoning(part: Any) -> bool:
 
 
 def _thought(part: dict[str, Any]) -> tuple[str, str]:
-    """Return the field that holds a part's reasoning, and the text in it; "" and "" if there is none."""
+    """Return the field that holds a part's reasoning, and its text. Both are "" for a part without reasoning."""
     for key in ("thinking", "reasoning", "text", "summary", "content"):
         value = part.get(key)
         listed = value if isinstance(value, list) else [value]

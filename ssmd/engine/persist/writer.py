@@ -17,7 +17,7 @@ from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, encode
-from ssmd.sessions.rows.database import DiskFull, ReplacedFile, StoreLocked
+from ssmd.sessions.rows.faults import DiskFull, ReplacedFile, StoreLocked
 from ssmd.sessions.store import CommitResult, Patience, Store
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, TurnRemoved
 from ssmd.text.messages import Message

@@ -77,7 +77,7 @@ _LITERALS = re.compile(r'start: "(?:[^"\\\n]|\\.)*"(?: \| "(?:[^"\\\n]|\\.)*")*'
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a trial. why: llguidance's error, or "" if there is none. part: index of the wrong part."""
+    """The result of a trial. why: llguidance's error, "" for a grammar that passed. part: index of the wrong part."""
 
     why: str = ""
     part: int | None = None
