@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any
 
+from ssmd.machine.confinement import allow_processor, confine, end_with
 from ssmd.machine.crash import crash
 from ssmd.machine.size import show_size
 
@@ -268,3 +269,20 @@ class Child:
         crashed = crash(code)
         name = crashed.name if crashed else f"exit code {code}"
         return f"it took more than {show_size(self._memory)} of memory, or crashed ({name})"
+
+
+def answer_jobs(work: Callable[[Packet], Packet], *, most_head: int = MAX_HEAD) -> None:
+    """Answer jobs from the standard input until it ends, within limits. For a child, of the arguments PARENT MEMORY.
+
+    most_head: bytes of the JSON of a job, at most.
+    """
+    parent, memory = (int(argument) for argument in sys.argv[1:3])
+    end_with(parent)
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # text that a library prints must not mix with the answers
+        os.dup2(nothing, descriptor)
+    confine(memory)
+    while (job := receive(asked, most=MAX_BODY, most_head=most_head)) is not None:
+        allow_processor(job.head["seconds"])
+        send(answers, work(job))

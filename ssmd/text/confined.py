@@ -6,15 +6,12 @@ It answers jobs from its standard input until that ends. A limit may end it in t
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ssmd.machine.child import MAX_BODY, MAX_HEAD, Packet, receive, send
-from ssmd.machine.confinement import allow_processor, confine, end_with
+from ssmd.machine.child import MAX_HEAD, Packet, answer_jobs
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.apart import ERRORS, decoded, encoded, json_of
 from ssmd.text.messages import Message
@@ -99,17 +96,7 @@ def _told(rendered: RenderedText | None) -> Packet:
 
 def main() -> None:
     """Answer jobs until the standard input ends."""
-    parent, memory = (int(argument) for argument in sys.argv[1:3])
-    end_with(parent)
-    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1):  # text that a library prints must not mix with the answers
-        os.dup2(nothing, descriptor)
-    confine(memory)
-    work = Work()
-    while (job := receive(asked, most=MAX_BODY, most_head=MAX_HEAD + (1 << 20))) is not None:
-        allow_processor(job.head["seconds"])
-        send(answers, work.do(job))
+    answer_jobs(Work().do, most_head=MAX_HEAD + (1 << 20))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import random
 import re
-import sys
 import threading
 import time
 from array import array
@@ -24,18 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ssmd.engine.terms import Grammar, Rejection
-from ssmd.machine.child import (
-    MAX_BODY,
-    MAX_HEAD,
-    Child,
-    ChildError,
-    KilledChild,
-    Packet,
-    UnavailableChild,
-    receive,
-    send,
-)
-from ssmd.machine.confinement import allow_memory, allow_processor, confine, end_with
+from ssmd.machine.child import Child, ChildError, KilledChild, Packet, UnavailableChild, answer_jobs
+from ssmd.machine.confinement import allow_memory
 from ssmd.machine.memory import trim
 from ssmd.machine.size import show_size
 
@@ -455,23 +443,18 @@ _SOME = re.compile(rb"[^\0]")
 
 def main() -> None:
     """Answer jobs until the standard input ends."""
-    parent, memory = (int(argument) for argument in sys.argv[1:3])
-    end_with(parent)
-    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1):  # text that a library prints must not mix with the answers
-        os.dup2(nothing, descriptor)
-    confine(memory)
     work: _Work | None = None
-    while (job := receive(asked, most=MAX_BODY, most_head=MAX_HEAD)) is not None:
-        allow_processor(job.head["seconds"])
+
+    def answer(job: Packet) -> Packet:
+        nonlocal work
         if work is None:
             work = _Work(job)
-            send(answers, Packet({}))
-            continue
+            return Packet({})
         trim()
         allow_memory(READ_BYTES)
-        send(answers, work.do(json.loads(job.body)))
+        return work.do(json.loads(job.body))
+
+    answer_jobs(answer)
 
 
 if __name__ == "__main__":
