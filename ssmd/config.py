@@ -150,6 +150,11 @@ class Settings(BaseSettings):
         description="a conversation that outgrows the model's context is refused, or (auto) its oldest turns are left "
         "out; a request may say so itself",
     )
+    prompt_cache_retention: Literal["24h", "in_memory", "none"] = Field(
+        "24h",
+        description="how long the state of a request with `store: false` stays after its last use, sealed so that only "
+        "its text opens it; a request may say so itself ([sessions.md](sessions.md#store-false))",
+    )
     default: Names = Field(
         (),
         description="sampling options for requests that leave them out, in place of the models' own, such as "

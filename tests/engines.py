@@ -9,17 +9,23 @@ from ssmd.engine.host.host import Host
 from ssmd.engine.host.models import ModelIndex
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.persist.writer import Writer
+from ssmd.engine.request import Retention
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.store import Store
 
 
 class OwnEngine(Engine):
-    """An engine with its own counters in `metrics`. Its writer ends with it."""
+    """An engine with its own counters in `metrics`. Its writer ends with it.
 
-    def __init__(self, artifact: Artifact, program: Program, store: Store | None, **limits: Any) -> None:
+    retention: "none", so that a request with store=False is a control that reads what was not stored before.
+    """
+
+    def __init__(
+        self, artifact: Artifact, program: Program, store: Store | None, retention: Retention = "none", **limits: Any
+    ) -> None:
         self.metrics = Metrics()
-        self.writer = None if store is None else Writer(store, self.metrics)
+        self.writer = None if store is None else Writer(store, self.metrics, retention)
         numbers = self.metrics.of(artifact.manifest.name)
         super().__init__(artifact, program, self.writer, metrics=numbers, **limits)
 

@@ -48,6 +48,7 @@ class OwnUsage(Shape):
     ttft_ms: float
     tbt_ms: float | None
     context_left: int | None
+    parted_at: int | None = None
     ignored: list[str] = []
 
 

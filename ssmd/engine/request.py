@@ -19,6 +19,7 @@ from ssmd.text.template import NOTHING_MORE, TemplateInput
 
 Resume = Literal["exact", "portable", "none"]
 FinishReason = Literal["stop", "length", "tool_calls"]
+Retention = Literal["24h", "in_memory", "none"]  # of states without a session: their life after the last use
 Raw = str | tuple[int, ...]  # a prompt without a template
 LEAST_LOGPROB = -9999.0  # logprob of an impossible token, as OpenAI writes it: JSON has no -Infinity
 
@@ -34,6 +35,7 @@ class Request:
     n: int = 1
     session: str | None = None
     store: bool = True
+    retention: Retention | None = None  # of its states if it is not stored; None: the setting
     truncate: bool = False  # drop the oldest messages if there is no room for them
     key: ReplyKey | None = None  # recognises a repetition of this request
     client: str = ""  # all clients that wait take turns
@@ -118,6 +120,7 @@ class Usage:
     shared_ms: float = 0.0  # others' steps were computed meanwhile, and the first token was drawn
     stopped: bool = False  # it was stopped before its end
     state_stored: bool = False  # the state at the end of each choice is stored too
+    parted_at: int | None = None  # as in GenerationStore
 
     @staticmethod
     def of_nothing(session: str | None, load_ms: float) -> Usage:

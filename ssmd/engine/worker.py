@@ -470,7 +470,8 @@ def feed(g: Generation, program: Program, *, others: bool) -> None:
     wide = not others and getattr(program, "wide", False)
     cost = 0.0  # of all pieces
     while p.position < last:
-        n = buckets.piece(p.position, system if p.position < system else last, program.buckets, wide=wide)
+        end = g.kept.stop(p.position, system if p.position < system else last)
+        n = buckets.piece(p.position, end, program.buckets, wide=wide)
         one = buckets.bucket_of(n, program.buckets) + buckets.CALL
         if cost and cost + one > room:
             break
@@ -478,7 +479,7 @@ def feed(g: Generation, program: Program, *, others: bool) -> None:
         p.position += n
         p.fed += n
         cost += one
-        g.kept.prefilled(p.handle, p.position)
+        g.kept.prefilled(p.handle, p.position, (p.prefill_ms + (time.perf_counter() - started) * 1e3) / p.fed)
     p.prefill_ms += (time.perf_counter() - started) * 1e3
 
 

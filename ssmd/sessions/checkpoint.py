@@ -11,10 +11,12 @@ from typing import Literal
 
 from ssmd.model.state import State, StateSpec
 from ssmd.sessions.line import Line
+from ssmd.sessions.sealing import SEALS, Seal
 
-CheckpointKind = Literal["system", "user", "turn"]
+CheckpointKind = Literal["system", "prefix", "user", "turn"]
 _THREADS = re.compile(r"; \d+ threads")
-KINDS: tuple[CheckpointKind, ...] = ("system", "user", "turn")
+KINDS: tuple[CheckpointKind, ...] = ("system", "prefix", "user", "turn")
+STORED_KINDS: tuple[str, ...] = (*KINDS, *(seal.kind for seal in SEALS))
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class StoredCheckpoint:
     build: str
     producer: str
     origin: str | None
+    linked: bool = True  # False for one that may belong to no turn: a commit of another request may remove it
+    seal: Seal | None = None  # with which it was sealed
 
     def is_exact(self, build: str, producer: str) -> bool:
         """Return True if a program of this build and producer computes the very bits of this state.
@@ -64,15 +68,18 @@ class NewCheckpoint:
     origin: str | None = None  # the imported session that the parent grew from, if any
     turn: str | None = None  # the turn it belongs to; None: all turns of the commit
     owner: str = ""  # of the session that it is made for
+    seal: Seal | None = None  # to seal it with; then it belongs to no turn, and its parent has the same seal
 
 
 def prefix_keys(layout: str, lineage: str, line: Line, positions: Sequence[int]) -> list[bytes]:
     """Hash (layout, lineage, first p ids) for each p of the ascending `positions`, as far as Line.hashes has them."""
+    return keys_of(layout, lineage, line.hashes(positions))
+
+
+def keys_of(layout: str, lineage: str, hashes: Sequence[bytes]) -> list[bytes]:
+    """Hash (layout, lineage, ids) for the ids with each of these hashes."""
     scope = json.dumps([layout, lineage]).encode()
-    return [
-        hashlib.blake2b(scope + hashed, digest_size=32, person=b"ssmd.prefix.2").digest()
-        for hashed in line.hashes(positions)
-    ]
+    return [hashlib.blake2b(scope + hashed, digest_size=32, person=b"ssmd.prefix.2").digest() for hashed in hashes]
 
 
 Digested = tuple[int, int, bytes]  # of a blob: first, last, checksum

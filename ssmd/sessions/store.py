@@ -27,6 +27,7 @@ from ssmd.sessions.rows.checkpoints import CheckpointResult
 from ssmd.sessions.rows.faults import DiskFull, disk_full
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.snapshot import Snapshot
+from ssmd.sessions.sealing import SealedLine
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn
 from ssmd.text.messages import Message
 
@@ -199,21 +200,34 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             return retention.place_ahead(connection, checkpoint, self.quota)
 
-    def sweep(self, unused_s: float = 0.0, *, keep: Collection[int] = ()) -> int:
+    def sweep(self, unused_s: float = 0.0, sealed_s: float = 0.0, *, keep: Collection[int] = ()) -> int:
         """Remove checkpoints that no turn links to, left by requests without a turn. Returns how many.
 
-        unused_s: those used in the last so many seconds stay, for a repeated request.
+        unused_s: those used in the last so many seconds stay, for a repeated request. sealed_s: the same for sealed ones.
         keep: ids of those whose turn may still come.
         """
         with self.reading() as connection:
-            if not set(checkpoint_rows.unlinked(connection, unused_s)) - set(keep):
+            if not set(checkpoint_rows.unlinked(connection, unused_s, sealed_s)) - set(keep):
                 return 0
         with database.writing(self._engine, self.file) as connection:
-            loose = set(checkpoint_rows.unlinked(connection, unused_s)) - set(keep)
+            loose = set(checkpoint_rows.unlinked(connection, unused_s, sealed_s)) - set(keep)
             checkpoint_rows.sweep(connection, loose)
             if loose:  # states reveal the text
                 erasure.owe(connection)
         return len(loose)
+
+    def drop_unopenable(self, before: int) -> None:
+        """Remove the states that were sealed for the memory of another process. before: microseconds since 1970."""
+        with self.reading() as connection:
+            numbers = checkpoint_rows.of_other_processes(connection, before)
+        if numbers:
+            self.drop_loose(numbers)
+
+    def drop_loose(self, checkpoints: Collection[int]) -> None:
+        """Remove those of these checkpoints that no turn links to."""
+        with database.writing(self._engine, self.file) as connection:
+            checkpoint_rows.sweep(connection, checkpoints)
+            erasure.owe(connection)
 
     def bound_loose(self, used: int | None = None, *, keep: Collection[int] = ()) -> int:
         """Remove the least recently used unlinked checkpoints while they exceed their share of the quota.
@@ -266,13 +280,15 @@ class Store:
             return turn_rows.taken(connection, session_id, turn_ids)
 
     @contextmanager
-    def parts(self, checkpoint_id: int, spec: StateSpec) -> Iterator[tuple[int, Iterator[Part]]]:
-        """Open (position, parts) of a checkpoint's state, for Program.fill.
+    def parts(
+        self, checkpoint_id: int, spec: StateSpec, sealed: SealedLine | None = None
+    ) -> Iterator[tuple[int, Iterator[Part]]]:
+        """Open (position, parts) of a checkpoint's state, for Program.fill. sealed: the ids of a sealed one.
 
         The parts belong together only if all of them were read without a StoreError.
         """
         with self.reading() as connection:
-            position, parts = read_parts(connection, checkpoint_id, spec)
+            position, parts = read_parts(connection, checkpoint_id, spec, sealed)
             with closing(parts):  # a thread reads ahead: it must be done with the connection, however this ends
                 yield position, parts
 

@@ -135,5 +135,6 @@ def own_usage(usage: Usage, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "shared_ms": round(usage.shared_ms, 3),
         "context_left": usage.context_left,
         "cut_messages": usage.cut_messages,
+        **({} if usage.parted_at is None else {"parted_at": usage.parted_at}),
         **({"ignored": list(ignored)} if ignored else {}),
     }

@@ -17,7 +17,7 @@ from ssmd.api.openai.fields import OTHERS
 from ssmd.api.openai.messages import read_messages
 from ssmd.api.openai.structured import StructuredFields, grammar_of
 from ssmd.api.openai.tools import read_given, read_tool_choice
-from ssmd.engine.request import Request
+from ssmd.engine.request import Request, Retention
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.penalties import Dry
 from ssmd.engine.terms import Rejection
@@ -104,6 +104,7 @@ class GenerationBody(create_model("SamplingBody", __base__=StructuredFields, **_
     ) = None
     logit_bias: Annotated[dict[str, Bias], _FIRST_BIAS] | None = None
     store: bool | None = None
+    prompt_cache_retention: Literal["24h", "in_memory", "in-memory", "none"] | None = None  # with store: false
     keep_alive: Seconds | None = None  # of the model, from the end of this request
     background: bool | None = None
     # Accepted and without effect: they are for the records of a hosted service.
@@ -233,8 +234,17 @@ def generation(body: GenerationBody, vocabulary: int, defaults: Defaults, logpro
         stop=tuple(dict.fromkeys(body.stop or ())),
         n=body.n or 1,
         store=body.store is not False,
+        retention=_RETENTIONS.get(body.prompt_cache_retention or ""),
         grammar=grammar_of(body),
     )
+
+
+_RETENTIONS: Mapping[str, Retention] = {
+    "24h": "24h",
+    "in_memory": "in_memory",
+    "in-memory": "in_memory",
+    "none": "none",
+}
 
 
 def _sent(body: GenerationBody) -> dict[str, Any]:

@@ -83,7 +83,10 @@ class GenerationStore:
     """The states and turns that are stored of a request: persistence's part, which the engine only calls.
 
     For the worker only, but for `rerender`. This class stores nothing and starts from nothing.
+    parted_at: tokens of the prompt after which it goes on otherwise than an earlier one; None: it does not.
     """
+
+    parted_at: int | None = None
 
     def restore(self) -> None:
         """Begin to restore the state to start from, if there is one."""
@@ -102,8 +105,15 @@ class GenerationStore:
     def discard(self) -> None:
         """Release the state that `restored` did not return, because the request ended before."""
 
-    def prefilled(self, handle: Handle, position: int) -> None:
-        """Keep the state after the first `position` tokens of the prompt, if that is to be stored."""
+    def stop(self, position: int, end: int) -> int:
+        """Return where prefill stops next so that a state can be kept: after `position`, at `end` at the latest."""
+        return end
+
+    def prefilled(self, handle: Handle, position: int, read_ms: float) -> None:
+        """Keep the state after the first `position` tokens of the prompt, if that is to be stored.
+
+        read_ms: time to prefill a token of the prompt.
+        """
 
     def save(self, handle: Handle, read_ms: float) -> NewCheckpoint | None:
         """Copy the state before the prompt's last token, for `keep`; None if it is not kept.
@@ -206,6 +216,7 @@ class Generation:
             shared_ms=max(0.0, ttft_ms - known_ms),
             stopped=self.cancelled and self.broke_off,
             state_stored=state_stored,
+            parted_at=self.kept.parted_at,
         )
 
     def count_first_token(self, metrics: ModelMetrics) -> None:

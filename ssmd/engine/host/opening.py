@@ -55,7 +55,7 @@ def open_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool =
         store = Store.open(settings.data_dir, quota=settings.quota)
         store.room.reserve()
         _within_quota(store)
-        writer = Writer(store, numbers)
+        writer = Writer(store, numbers, settings.prompt_cache_retention)
     keep_alive_s = settings.keep_alive
     if keep_alive_s is None:
         keep_alive_s = math.inf if alone else KEEP_ALIVE_S

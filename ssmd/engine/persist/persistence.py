@@ -1,8 +1,11 @@
 """The work of an engine with a store beside computing: it restores states, keeps new ones and turns, and rerenders.
 
 It decides which states of a request are stored, and which ids each of them covers. They are the state after the system
-prompt, the state at the end of each choice, and the state before the prompt's last token if that is worth its write.
-That one leaves out a token because a restore gives no logits.
+prompt, the state at the end of each choice, and those inside the prompt (positions.py) and before its last token that
+are worth their writes. The last one leaves out a token because a restore gives no logits.
+
+A prompt that takes long to read has its newest state written now and then. A client that gives up, or a daemon that is
+killed, then loses little of the reading.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -17,21 +21,24 @@ from functools import partial
 from ssmd.engine.decode.choice import Choice
 from ssmd.engine.decode.generation import GenerationInput, GenerationStore, RestoredState, Then
 from ssmd.engine.decode.warmup import run_tokens
-from ssmd.engine.persist import replay
+from ssmd.engine.persist import positions, replay
 from ssmd.engine.persist.rerender import Rerenderer
 from ssmd.engine.persist.restore import Restorer, Restoring
 from ssmd.engine.persist.writer import PendingCheckpoint, Writer
 from ssmd.engine.prompt.planner import Planner, Prompt
 from ssmd.engine.request import Finish, Request
 from ssmd.engine.terms import Rejection, Steps
+from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint
 from ssmd.sessions.line import Line
+from ssmd.sessions.sealing import IN_MEMORY, ON_DISK, Seal
 from ssmd.sessions.turn import NewTurn, SessionInfo, conversation
 from ssmd.text.messages import Message
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+PROGRESS_S = 10.0  # s of reading a prompt after which its newest state is written
 
 
 class NoPersistence:
@@ -84,6 +91,8 @@ class Persistence:
         self._writer, self._store, self._planner = writer, writer.store, planner
         self._recurrent_nbytes = sum(t.nbytes_at(0) for t in program.spec.recurrent)
         self._made = Maker(planner.scope, program.producer, program.spec)
+        self._cell = buckets.grid(program.buckets)
+        self._seen = positions.SeenPrompts(self._cell)
         self._restorer = Restorer(program, self._store, planner.scope, damaged=partial(writer.heal, spec=program.spec))
         self._rerenderer = Rerenderer(planner, program, writer, self._restorer, self._made, wake=wake)
 
@@ -94,7 +103,10 @@ class Persistence:
 
     def begin(self, asked: GenerationInput) -> GenerationStore:
         """Begin a request, of which nothing is stored yet. From any thread."""
-        return _TurnStore(self, asked) if asked.request.raw is None else _PrefixStore(self, asked)
+        request = asked.request
+        if not request.store and (request.retention or self._writer.retention) != "none":
+            return _SealedStore(self, asked)
+        return _TurnStore(self, asked) if request.raw is None else _PrefixStore(self, asked)
 
     def warm_up(self, tokens: int) -> Steps:
         """Restore the conversation that was used last, feed it `tokens` tokens, and release it. It may go on soon.
@@ -133,17 +145,29 @@ class Persistence:
 
 
 class _TurnStore(GenerationStore):
-    """The states and turns of one request, which go to the store. With "store": false it only restores."""
+    """The states and turns of one request, which go to the store. Without a session it only restores."""
+
+    _seal: Seal | None = None  # of all its states
 
     def __init__(self, by: Persistence, asked: GenerationInput) -> None:
         self._by, self._asked, self._prompt = by, asked, asked.prompt
         self._info = asked.prompt.info
+        prompt = asked.prompt
+        parted, apart = by._seen.parted(asked.request.domain.owner, prompt.ids)
+        self.parted_at = parted if apart else None
+        first, last = 0 if prompt.found is None else prompt.found.position, len(prompt.ids) - 1
+        recurrent, ends = by._recurrent_nbytes > 0, (prompt.system, last)
+        # The positions inside the prompt at which its state is kept.
+        self._inside = positions.inside(first, last, parted, by._cell, recurrent=recurrent, ends=ends)
+        self._progress: PendingCheckpoint | None = None  # the newest state of a prompt that takes long
+        self._kept_at = time.perf_counter()  # when a state was kept last
         self._restoring: Restoring | None = None
         self._checkpoints: list[PendingCheckpoint] = []
         # The checkpoint that the next one grows from, and its position.
         self._parent: tuple[int | NewCheckpoint | None, int] = (None, 0)
         self._origin: str | None = None  # set if the state came from an import: states that grow from it have it too
         self._turns: list[Choice] = []
+        self._held: int | None = None  # a checkpoint that may belong to no turn, from which the next one grows
 
     def restore(self) -> None:
         if self._prompt.found is not None:
@@ -162,8 +186,11 @@ class _TurnStore(GenerationStore):
         if found is None:
             return RestoredState(None, 0, "none", self._prompt)
         self._origin = found.origin
-        if found.build == self._by._build:
+        if found.build == self._by._build and found.seal == self._seal:
             self._parent = (found.id, found.position)
+            if not found.linked:
+                self._held = found.id
+                self._by._writer.hold(found.id)
         exact = found.is_exact(self._by._build, self._by._program.producer)
         return RestoredState(loaded.handle, found.position, "exact" if exact else "portable", self._prompt)
 
@@ -172,9 +199,23 @@ class _TurnStore(GenerationStore):
             self._by._restorer.discard(self._restoring)
             self._restoring = None
 
-    def prefilled(self, handle: Handle, position: int) -> None:
-        if self._info is not None and position == self._prompt.system:
-            self.keep(self._save(handle, "system", self._prompt.ids.up_to(position)))
+    def stop(self, position: int, end: int) -> int:
+        return next((p for p in self._inside if position < p < end), end)
+
+    def prefilled(self, handle: Handle, position: int, read_ms: float) -> None:
+        system = position == self._prompt.system
+        if system or position in self._inside:
+            if system or self._pays((position - self._parent[1]) * read_ms):
+                self.keep(self._save(handle, "system" if system else "prefix", self._prompt.ids.up_to(position)))
+        elif position % self._by._cell == 0 and time.perf_counter() - self._kept_at >= PROGRESS_S:
+            self._keep_progress(self._save(handle, "prefix", self._prompt.ids.up_to(position)))
+
+    def _keep_progress(self, checkpoint: NewCheckpoint | None) -> None:
+        """Write a state at once, in place of the one before. No turn links to it, and no other state grows from it."""
+        self._kept_at = time.perf_counter()
+        if checkpoint is not None:
+            before, self._progress = self._progress, self._by._writer.encode(checkpoint, self._by._made, at_once=True)
+            self._by._writer.drop(before)
 
     def save(self, handle: Handle, read_ms: float) -> NewCheckpoint | None:
         position = len(self._prompt.ids) - 1
@@ -198,7 +239,7 @@ class _TurnStore(GenerationStore):
     def _saved(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None, owner: str) -> NewCheckpoint:
         parent, since = self._parent
         state = self._by._program.save(handle, since=since)
-        return NewCheckpoint(kind, ids, state, parent, self._origin, turn, owner)
+        return NewCheckpoint(kind, ids, state, parent, self._origin, turn, owner, self._seal)
 
     def keep(self, checkpoint: NewCheckpoint | None) -> None:
         if checkpoint is None:
@@ -208,6 +249,7 @@ class _TurnStore(GenerationStore):
             log.warning("request %s: a checkpoint is left out, the store is too far behind", self._asked.label)
             return
         self._checkpoints.append(pending)
+        self._kept_at = time.perf_counter()
         if checkpoint.kind != "turn":  # choices are siblings: each grows from the prompt
             self._parent = (checkpoint, checkpoint.state.position)
 
@@ -223,6 +265,7 @@ class _TurnStore(GenerationStore):
         self._turns = [choice for choice in choices if choice.text or choice.calls or choice.end != "cancelled"]
         if self._info is None or not self._turns:
             self._by._writer.abandon(self._checkpoints)
+            self._let_go(read=bool(choices))
             then(False, False)
             return
         turns = [_turn(self._info, self._prompt, choice) for choice in self._turns]
@@ -230,6 +273,21 @@ class _TurnStore(GenerationStore):
         reply = None if key is None else replay.keep(self._asked, self._turns, done, key)
         self._by._writer.commit(self._info, turns, tuple(self._checkpoints), then, reply, self._prompt.heard)
         self._checkpoints, self._parent = [], (None, 0)  # their states go as soon as they are written
+        self._let_go(read=bool(choices))
+
+    def _let_go(self, *, read: bool) -> None:
+        """Let go of what nothing grows from any more. After the work that needs it was queued.
+
+        The state of a prompt under way goes if all of the prompt was `read`. Otherwise it stays for a while.
+        """
+        if self._held is not None:
+            self._by._writer.hold(self._held, -1)
+            self._held = None
+        pending, self._progress = self._progress, None
+        if read:
+            self._by._writer.drop(pending)
+        elif pending is not None:
+            self._by._writer.abandon([pending])
 
     def rerender(self) -> None:
         if self._info is not None:
@@ -255,8 +313,42 @@ class _PrefixStore(_TurnStore):
         self._checkpoints, self._parent = [], (None, 0)
         if self._asked.request.store and (kept or found is not None):
             self._by._writer.keep(kept, None if found is None else found.id, partial(then, False, False))
+            self._let_go(read=bool(choices))
         else:
+            self._let_go(read=bool(choices))
             then(False, False)
+
+
+class _SealedStore(_TurnStore):
+    """The states of a request with "store": false, sealed: only a request with the same text finds and opens them."""
+
+    def __init__(self, by: Persistence, asked: GenerationInput) -> None:
+        super().__init__(by, asked)
+        retention = asked.request.retention or by._writer.retention
+        self._seal = IN_MEMORY if retention == "in_memory" else ON_DISK
+
+    def _save(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None = None) -> NewCheckpoint | None:
+        if ids.start:  # not all ids are at hand, of which the keys are made
+            return None
+        return self._saved(handle, kind, ids, None, self._asked.request.domain.owner)
+
+    def end(self, choice: Choice) -> None:
+        if self._asked.request.raw is None:
+            super().end(choice)
+
+    def commit(self, choices: Sequence[Choice], done: Finish, then: Then) -> None:
+        found, kept = self._prompt.found, self._checkpoints
+        self._checkpoints, self._parent = [], (None, 0)
+        told = partial(then, False, False)
+        if kept or (found is not None and not found.linked):
+            self._by._writer.keep(kept, None if found is None else found.id, told)
+            self._let_go(read=bool(choices))
+        else:
+            self._let_go(read=bool(choices))
+            told()
+
+    def rerender(self) -> None:
+        """Read nothing again: there is no turn."""
 
 
 def _turn(info: SessionInfo, prompt: Prompt, choice: Choice) -> NewTurn:

@@ -14,6 +14,7 @@ from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line
 from ssmd.sessions.rows.parts import DamagedState
+from ssmd.sessions.sealing import SealedLine
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
@@ -84,7 +85,7 @@ class Restorer:
             while found is not None:
                 handle = None
                 try:
-                    with self._store.parts(found.id, self._program.spec) as (position, parts):
+                    with self._store.parts(found.id, self._program.spec, self._sealed(found, ids)) as (position, parts):
                         handle = self._program.reserve(position)
                         for part in parts:
                             self._program.fill(handle, part)
@@ -104,6 +105,10 @@ class Restorer:
         except StoreError as err:
             log.error("no other checkpoint can be looked up, the prompt is read whole: %s", err)
         return None if ids.start else LoadedState(None, None, ids)
+
+    def _sealed(self, found: StoredCheckpoint, ids: Line) -> SealedLine | None:
+        seal, scope = found.seal, self._scope
+        return None if seal is None else SealedLine(seal, scope.layout, scope.lineage, ids)
 
     def discard(self, restoring: Restoring) -> None:
         """Release a state that is being loaded: its request has ended."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ssmd.engine.decode.generation import Then
 from ssmd.engine.metrics import Metrics
+from ssmd.engine.request import Retention
 from ssmd.machine.memory import trim
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint
@@ -29,6 +30,7 @@ MAX_QUEUED_BYTES = 1 << 30
 IDLE_S = 0.5
 LOOK_S = 60.0  # s between looks for work that other processes left
 LOOSE_S = 600.0  # s an unlinked state stays after its last use, for a repeated request
+SEALED_S = 24 * 3600.0  # s a sealed state stays after its last use
 SMALL_BYTES = 1 << 20  # bytes of recurrent data below which a state is always worth its write
 WORTH = 4  # least ratio of the time a state saves to its write time: most prompts are not repeated
 UNKNOWN_MS = 4.0  # ms per MiB, assumed before a state was written
@@ -192,8 +194,10 @@ class Writer:
     and its turn is stored as text.
     """
 
-    def __init__(self, store: Store, metrics: Metrics) -> None:
+    def __init__(self, store: Store, metrics: Metrics, retention: Retention = "24h") -> None:
+        """retention: of the states of requests with "store": false that say nothing of it."""
         self.store = store
+        self.retention = retention
         self._metrics = metrics
         self.condition = StoreHealth(metrics)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -206,11 +210,15 @@ class Writer:
         self._logged = 0  # bytes of states that stand in the log
         self._pace = Pace()
         self._noticed = ""  # the fault that the last look found
+        self._began = time.time_ns() // 1000
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
         self._thread.start()
 
-    def encode(self, checkpoint: NewCheckpoint, made: Maker) -> PendingCheckpoint | None:
-        """Start encoding a checkpoint; None if too much is waiting already."""
+    def encode(self, checkpoint: NewCheckpoint, made: Maker, *, at_once: bool = False) -> PendingCheckpoint | None:
+        """Start encoding a checkpoint; None if too much is waiting already.
+
+        at_once: write it when it is encoded, however small it is.
+        """
         pending = PendingCheckpoint(checkpoint)
         with self._lock:
             if self._queued_bytes + pending.nbytes > MAX_QUEUED_BYTES:
@@ -225,7 +233,7 @@ class Writer:
             finally:
                 with self._lock:
                     self._queued_bytes -= pending.nbytes
-            if checkpoint.kind != "turn" and pending.encoded.nbytes >= AHEAD_BYTES:
+            if at_once or (checkpoint.kind != "turn" and pending.encoded.nbytes >= AHEAD_BYTES):
                 self._write_ahead(pending, pending.encoded)
 
         self._work.put(work)
@@ -406,9 +414,34 @@ class Writer:
         timer.start()
         self._work.put(work)
 
+    def hold(self, checkpoint_id: int, times: int = 1) -> None:
+        """Keep a checkpoint that may belong to no turn from being removed. times: -1 to end that. From any thread."""
+
+        def work() -> None:
+            self._ahead[checkpoint_id] += times
+            if self._ahead[checkpoint_id] <= 0:
+                del self._ahead[checkpoint_id]
+
+        self._work.put(work)
+
     def abandon(self, checkpoints: Sequence[PendingCheckpoint]) -> None:
         """Forget checkpoints that get no turn."""
         self._work.put(lambda: self._forget(checkpoints))
+
+    def drop(self, pending: PendingCheckpoint | None) -> None:
+        """Remove a checkpoint that was written at once, unless a turn links to it. From any thread."""
+        if pending is None:
+            return
+
+        def work() -> None:
+            self._forget([pending])
+            if pending.stored is not None and pending.stored not in self._ahead:
+                try:
+                    self.store.drop_loose([pending.stored])
+                except StoreError as err:  # the next sweep removes it
+                    log.debug("a checkpoint was not removed: %s", err)
+
+        self._work.put(work)
 
     def _forget(self, checkpoints: Sequence[PendingCheckpoint]) -> None:
         for number in (p.stored for p in checkpoints if p.stored is not None):
@@ -515,8 +548,10 @@ class Writer:
             trim()
         try:
             if time.monotonic() - self._swept >= LOOK_S:
+                if self._swept < 0:  # the first time
+                    self.store.drop_unopenable(self._began)
                 self._swept = time.monotonic()
-                self.store.sweep(LOOSE_S, keep=self._ahead)
+                self.store.sweep(LOOSE_S, SEALED_S, keep=self._ahead)
             self._unsettled = self.store.settle()
             if self.store.room.restock() and self.condition.reason == DiskFull.reason:
                 self.condition.well()

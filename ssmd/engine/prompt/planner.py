@@ -240,6 +240,9 @@ class Planner:
         """Find the checkpoint to start from. Return it, and `shown` with all ids at hand that follow it."""
         session = None if place.info is None else place.info.id
         try:
+            if not request.store:  # the names of sealed states are made of all ids
+                ids, stem = stored.reach(shown.ids, shown.stem, 0)
+                shown = replace(shown, ids=ids, stem=stem)
             found, ids, stem = stored.resume(self.scope, shown.ids, shown.stem, session)
             ids, stem = stored.reach(ids, stem, len(ids) - request.sampling.counted(len(ids)))
         except StoreError as err:

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, text
 
 from ssmd.model.state import StateSpec
-from ssmd.sessions.checkpoint import KINDS, Digested, digest
+from ssmd.sessions.checkpoint import STORED_KINDS, Digested, digest
 from ssmd.sessions.fsck.findings import Findings, is_count, is_text, is_time, raw_rows
 from ssmd.sessions.fsck.transcript import examine_transcripts
 from ssmd.sessions.rows.blobs import MAX_BLOB_BYTES, dtype_of, is_genuine, recurrent_values
@@ -145,7 +145,7 @@ def _checkpoint_problem(
         return "its size is not the one that was written"
     if not is_text(row.build, row.producer, row.origin, row.owner) or not is_time(row.created_at, row.last_used_at):
         return "its build, producer, owner or times are not readable"
-    if row.kind not in KINDS:
+    if row.kind not in STORED_KINDS:
         return f"its kind {row.kind!r} is not known"
     return ""
 

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from ssmd.model.state import DTYPES, Part, State, StateError, StateSpec, TensorSpec
 from ssmd.sessions.checkpoint import KINDS, CheckpointKind, NewCheckpoint, Scope, prefix_keys
-from ssmd.sessions.line import anchor
+from ssmd.sessions.line import Line, anchor
+from ssmd.sessions.sealing import SealedLine, SealKind
 
 BLOB_BYTES = 1 << 20  # bytes of one database row: read, verified and used while it is in the processor's cache
 SEGMENT_ROWS = 128  # least KV rows of a segment, up to 4 times BLOB_BYTES: fewer are slow to scatter over caches
@@ -189,6 +190,20 @@ def rows_part(blob: Blob, spec: StateSpec) -> Part:
     return Part(blob.first, blob.last, tensors)
 
 
+def _closed(blob: Blob, sealed: SealedLine, of: str, position: int) -> Blob:
+    """Encrypt a blob. Its checksum is that of the encrypted bytes."""
+    data = sealed.close(blob.data, (of, blob.first, blob.last), position)
+    return replace(blob, data=data, checksum=xxhash.xxh3_128_digest(data))
+
+
+def opened(blob: Blob, sealed: SealedLine, of: str, position: int) -> Blob:
+    """Decrypt a blob. Raises StateError if it is of other ids."""
+    try:
+        return replace(blob, data=sealed.open(bytes(blob.data), (of, blob.first, blob.last), position))
+    except ValueError as err:
+        raise StateError(str(err)) from err
+
+
 def piece_values(blob: Blob) -> Array:
     """Return the values [first, last) of the recurrent data. Raises StateError."""
     return _values(blob, blob.last - blob.first)
@@ -233,7 +248,7 @@ class EncodedCheckpoint:
 
     scope: Scope
     producer: str
-    kind: CheckpointKind
+    kind: CheckpointKind | SealKind
     spec: StateSpec
     position: int
     key: bytes
@@ -292,21 +307,34 @@ def encode(checkpoint: NewCheckpoint, *, scope: Scope, producer: str, spec: Stat
     if isinstance(parent, NewCheckpoint) and spec.rows and parent.state.position != state.since:
         raise StateError(f"rows start at {state.since}, the parent ends at {parent.state.position}")
     state.check(spec)
+    seal = checkpoint.seal
+    sealed = None if seal is None else SealedLine(seal, scope.layout, scope.lineage, ids)
+
+    def names(line: Line, positions: list[int]) -> list[bytes]:
+        if seal is None:
+            return prefix_keys(scope.layout, scope.lineage, line, positions)
+        return seal.names(scope.layout, scope.lineage, line.hashes(positions))
+
     mark = anchor(state.position)
-    anchor_key, key = prefix_keys(scope.layout, scope.lineage, ids, [mark, state.position])
+    anchor_key, key = names(ids, [mark, state.position])
     above: int | bytes | None = None
     parent_key = None
     if isinstance(parent, NewCheckpoint):
-        (above,) = prefix_keys(scope.layout, scope.lineage, parent.ids, [parent.state.position])
+        if parent.seal != seal:
+            raise ValueError("a sealed state and one that is not cannot share rows")
+        (above,) = names(parent.ids, [parent.state.position])
     else:
         above = parent
     if spec.rows and parent is not None:
-        (parent_key,) = prefix_keys(scope.layout, scope.lineage, ids, [state.since])
+        (parent_key,) = names(ids, [state.since])
     pieces, segments = cut(state, spec)
+    if sealed is not None:
+        pieces = tuple(_closed(blob, sealed, "recurrent", state.position) for blob in pieces)
+        segments = tuple(_closed(blob, sealed, "rows", blob.last) for blob in segments)
     return EncodedCheckpoint(
         scope=scope,
         producer=producer,
-        kind=checkpoint.kind,
+        kind=checkpoint.kind if seal is None else seal.kind,
         spec=spec,
         position=state.position,
         key=key,

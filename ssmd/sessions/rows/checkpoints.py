@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, false, func, insert, or_, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, false, func, insert, or_, select, update
 
 from ssmd.model.state import StateSpec
-from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, digest, prefix_keys
+from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, digest, keys_of, prefix_keys
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, anchors
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of
@@ -19,22 +20,22 @@ from ssmd.sessions.rows.parts import segments_of
 from ssmd.sessions.rows.schema import by, checkpoint, checkpoint_segment, layout, piece, seen, segment, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.turns import as_they_are
+from ssmd.sessions.sealing import IN_MEMORY, SEALS, Seal
 from ssmd.sessions.turn import StoreError
 
 _BATCH = 500  # keys in one statement
 
 SHARE = 8  # unlinked checkpoints may take 1/SHARE of the quota
 _UNBOUNDED = 1 << 30  # bytes that they may take without a quota
+SEALED = tuple(seal.kind for seal in SEALS)
 
 
 # Built once: putting a statement together takes longer than running it.
 _c = checkpoint.c
 _LINKS = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
-_LOOSE = (
-    select(_c.id, _c.recurrent_nbytes, _c.rows_nbytes)
-    .where(~_LINKS.exists())
-    .order_by(_c.last_used_at.desc(), _c.id.desc())
-)
+_LOOSE = select(
+    _c.id, _c.owner, _c.kind, _c.parent, _c.position, _c.last_used_at, _c.recurrent_nbytes, _c.rows_nbytes
+).where(~_LINKS.exists())
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ _USED = update(checkpoint).where(_c.id == bindparam("number")).values(last_used_
 _ROWS = segments_of(bindparam("checkpoint"), segment.c.id, segment.c.first, segment.c.last, segment.c.checksum)
 _IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
 _FITTING = (
-    select(_c.id, _c.position, _c.build, _c.producer, _c.origin)
+    select(_c.id, _c.key, _c.position, _c.kind, _c.build, _c.producer, _c.origin)
     .where(_c.key.in_(bindparam("keys", expanding=True)), or_(_c.origin == "", _c.origin == _IMPORTED), seen(_c.owner))
     .order_by(_c.position.desc(), (_c.build == bindparam("build")).desc(), _c.origin)
 )
@@ -85,15 +86,24 @@ def find(
     """Find the deepest checkpoint whose ids are a proper prefix of `ids`; among equally deep ones the build's own.
 
     It considers only checkpoints that the domain sees, and none before ids.start: the ids to feed after it must be at
-    hand. skip: ids of checkpoints to pass over.
+    hand. Sealed ones are found if all ids are at hand, of which their names are made.
+    skip: ids of checkpoints to pass over.
     """
     first, last = max(1, ids.start), len(ids) - 1
-    marks = prefix_keys(scope.layout, scope.lineage, ids, anchors(first, last))
+    seals = () if ids.start else SEALS
+
+    def named(positions: Sequence[int]) -> dict[bytes, Seal | None]:
+        """Return all names that the states at ascending positions may have; those of one position are neighbours."""
+        hashes, of = ids.hashes(positions), (scope.layout, scope.lineage)
+        families = [(None, keys_of(*of, hashes)), *((seal, seal.names(*of, hashes)) for seal in seals)]
+        return {names[i]: seal for i in range(len(hashes)) for seal, names in families}
+
+    marks = named(anchors(first, last))
     if not marks:
         return None
-    near = {"anchors": marks, "first": first, "last": last, **by(domain)}
-    positions = sorted(connection.scalars(_NEAR, near))
-    keys = prefix_keys(scope.layout, scope.lineage, ids, positions)
+    near = {"anchors": list(marks), "first": first, "last": last, **by(domain)}
+    sealed_as = named(sorted(connection.scalars(_NEAR, near)))
+    keys = list(sealed_as)
     batch = 16  # the match is mostly among the deepest keys
     while keys:
         wanted = {"keys": keys[-batch:], "session": session or "", "build": scope.build, **by(domain)}
@@ -101,7 +111,8 @@ def find(
             rows = connection.execute(_FITTING, wanted).all()
         for row in rows:
             if row.id not in skip:
-                return StoredCheckpoint(row.id, row.position, row.build, row.producer, row.origin or None)
+                seal, linked = sealed_as[row.key], row.kind in ("system", "user", "turn")
+                return StoredCheckpoint(row.id, row.position, row.build, row.producer, row.origin or None, linked, seal)
         keys, batch = keys[:-batch], _BATCH
     return None
 
@@ -127,7 +138,7 @@ class CheckpointRow:
 def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) -> list[CheckpointRow]:
     """Return the deepest checkpoint of each kind that the turns of a path link to. path: turn ids, root first.
 
-    All have one layout, and numbers in an encoding that is known.
+    All have one layout, and numbers in an encoding that is known. Those inside a prompt are left out.
     """
     depth = {turn: i for i, turn in enumerate(path)}
     t = turn_checkpoint.c
@@ -136,7 +147,7 @@ def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) ->
         for turn, number in connection.execute(select(t.turn, t.checkpoint).where(t.turn.in_(path[at : at + _BATCH]))):
             if number not in own or depth[turn] < depth[own[number]]:
                 own[number] = turn
-    columns = select(_c.id, _c.kind, _c.position, _c.layout).where(_c.lineage == lineage)
+    columns = select(_c.id, _c.kind, _c.position, _c.layout).where(_c.lineage == lineage, _c.kind != "prefix")
     rows: list[Any] = []
     numbers = sorted(own)
     for at in range(0, len(numbers), _BATCH):
@@ -305,12 +316,20 @@ def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now:
     connection.execute(_USED, {"number": checkpoint_id, "now": now})
 
 
-def unlinked(connection: Connection, unused_s: float = 0.0) -> list[int]:
-    """List the checkpoints that no turn links to and that were not used in the last `unused_s` seconds."""
+def unlinked(connection: Connection, unused_s: float = 0.0, sealed_s: float = 0.0) -> list[int]:
+    """List the checkpoints that no turn links to and that were not used in the last `unused_s` seconds.
+
+    sealed_s: the same for sealed ones.
+    """
     links = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
-    now, margin = time.time_ns() // 1000, int(unused_s * 1e6)
-    fresh = _c.last_used_at.between(now - margin, now + margin) if margin else false()  # a clock may be set back
-    return list(connection.scalars(select(_c.id).where(~links.exists(), ~fresh)))
+    now = time.time_ns() // 1000
+
+    def fresh(seconds: float) -> Any:  # a clock may be set back
+        margin = int(seconds * 1e6)
+        return _c.last_used_at.between(now - margin, now + margin) if margin else false()
+
+    kept = or_(and_(_c.kind.in_(SEALED), fresh(sealed_s)), and_(_c.kind.not_in(SEALED), fresh(unused_s)))
+    return list(connection.scalars(select(_c.id).where(~links.exists(), ~kept)))
 
 
 def linked_to(connection: Connection, turns: Any) -> list[int]:
@@ -367,14 +386,54 @@ def sweep(connection: Connection, candidates: Collection[int]) -> None:
 def bound(connection: Connection, quota: int | None, used: int | None, keep: Collection[int]) -> int:
     """Delete the least recently used unlinked checkpoints while they exceed their share. Return how many.
 
+    The owner that has most of them gives up first, so that one client cannot push out what another one left.
     used: id of a checkpoint that was just used. keep: ids of those whose turn may still come.
     """
     if used is not None:
         connection.execute(_USED, {"number": used, "now": time.time_ns() // 1000})
-    most, nbytes, gone = _UNBOUNDED if quota is None else quota // SHARE, 0, list[int]()
-    for number, recurrent, rows in connection.execute(_LOOSE).all():
-        nbytes += recurrent + rows
-        if nbytes > most and number not in keep:
-            gone.append(number)
+    most = _UNBOUNDED if quota is None else quota // SHARE
+    held, loose = Counter[str](), dict[str, deque[Any]]()
+    for row in unlinked_ones(connection):
+        held[row.owner] += row.recurrent_nbytes + row.rows_nbytes
+        loose.setdefault(row.owner, deque()).append(row)
+    nbytes, gone = held.total(), list[int]()
+    while nbytes > most and loose:
+        owner = max(loose, key=lambda one: held[one])
+        row = loose[owner].popleft()
+        if not loose[owner]:
+            del loose[owner]
+        held[owner] -= row.recurrent_nbytes + row.rows_nbytes
+        if row.id not in keep:
+            nbytes -= row.recurrent_nbytes + row.rows_nbytes
+            gone.append(row.id)
     sweep(connection, gone)
     return len(gone)
+
+
+def unlinked_ones(connection: Connection) -> list[Any]:
+    """Return the rows of all checkpoints that no turn links to, the least recently used one first.
+
+    One that others grew from was used when they were, and comes after them: its rows are theirs too.
+    """
+    rows = {row.id: row for row in connection.execute(_LOOSE).all()}
+    used = {number: row.last_used_at for number, row in rows.items()}
+    for number in sorted(rows, reverse=True):  # children before their parents
+        parent = rows[number].parent
+        if parent in used:
+            used[parent] = max(used[parent], used[number])
+    return sorted(rows.values(), key=lambda row: (used[row.id], -row.position, row.id))
+
+
+def of_other_processes(connection: Connection, before: int) -> list[int]:
+    """List the checkpoints that were sealed for one process's memory before a time, microseconds since 1970."""
+    return list(connection.scalars(select(_c.id).where(_c.kind == IN_MEMORY.kind, _c.created_at < before)))
+
+
+def rows_of_one(connection: Connection, checkpoint_id: int) -> list[tuple[int, int]]:
+    """List (id, bytes) of the segments that no other checkpoint lists."""
+    mine, other = checkpoint_segment.alias(), checkpoint_segment.alias()
+    others = select(other.c.checkpoint).where(other.c.segment == mine.c.segment, other.c.checkpoint != checkpoint_id)
+    found = select(segment.c.id, segment.c.nbytes).join(mine, mine.c.segment == segment.c.id)
+    return [
+        (r.id, r.nbytes) for r in connection.execute(found.where(mine.c.checkpoint == checkpoint_id, ~others.exists()))
+    ]

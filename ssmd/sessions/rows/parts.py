@@ -7,7 +7,6 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
 from typing import Any, cast
 
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from ssmd.sessions.rows.blobs import (
     MAX_BLOB_BYTES,
     Blob,
     is_genuine,
+    opened,
     piece_values,
     recurrent_parts,
     recurrent_values,
@@ -26,6 +26,7 @@ from ssmd.sessions.rows.blobs import (
 )
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, piece, segment
 from ssmd.sessions.rows.turns import as_they_are
+from ssmd.sessions.sealing import SealedLine
 from ssmd.sessions.turn import StoreError
 
 Array = NDArray[Any]
@@ -37,9 +38,12 @@ class DamagedState(StoreError):
     reason = "damaged"
 
 
-def read_parts(connection: Connection, checkpoint_id: int, spec: StateSpec) -> tuple[int, Generator[Part]]:
+def read_parts(
+    connection: Connection, checkpoint_id: int, spec: StateSpec, sealed: SealedLine | None = None
+) -> tuple[int, Generator[Part]]:
     """Read (position, the parts of the state in order). A thread reads and verifies the next while the caller works.
 
+    sealed: the ids that a sealed state was computed from.
     Raises StoreError that names the missing or altered part, at the latest after the last part. The connection may be
     used again when the iterator has ended or was closed.
     """
@@ -51,24 +55,32 @@ def read_parts(connection: Connection, checkpoint_id: int, spec: StateSpec) -> t
         raise StoreError(f"checkpoint {checkpoint_id} is not stored any more")
     if head.layout != spec.digest():
         raise DamagedState(f"checkpoint {checkpoint_id} is of layout {head.layout}, the program's is {spec.digest()}")
-    return head.position, _parts(connection, checkpoint_id, head, spec)
+    return head.position, _parts(connection, checkpoint_id, head, spec, sealed)
 
 
-def _parts(connection: Connection, checkpoint_id: int, head: Any, spec: StateSpec) -> Generator[Part]:
+def _parts(
+    connection: Connection, checkpoint_id: int, head: Any, spec: StateSpec, sealed: SealedLine | None
+) -> Generator[Part]:
     segments: list[Digested] = []
     pieces: list[Digested] = []
+
+    def rows_of(blob: Blob) -> Part:
+        return rows_part(blob if sealed is None else opened(blob, sealed, "rows", blob.last), spec)
+
+    def values_of(blob: Blob) -> Array:
+        return piece_values(blob if sealed is None else opened(blob, sealed, "recurrent", head.position))
 
     def read() -> Iterator[Part | Array]:
         what = f"checkpoint {checkpoint_id}: KV rows"
         # Always closed: a result that was left half read holds the connection to the past.
         with contextlib.closing(connection.execute(segments_of(checkpoint_id))) as rows:
             for blob in _blobs(rows, what, head.position if spec.rows else 0, segments):
-                yield _verified(blob, what, partial(rows_part, spec=spec))
+                yield _verified(blob, what, rows_of)
         what = f"checkpoint {checkpoint_id}: recurrent values"
         mine = select(piece).where(piece.c.checkpoint == checkpoint_id).order_by(piece.c.first)
         with contextlib.closing(connection.execute(mine)) as rows:
             for blob in _blobs(rows, what, recurrent_values(spec), pieces):
-                yield _verified(blob, what, piece_values)
+                yield _verified(blob, what, values_of)
 
     with contextlib.closing(_ahead(read())) as results:
         values: Iterator[Array] = iter(())

@@ -1,6 +1,6 @@
 """Retention: the checkpoints of all sessions together never take more than the quota. It picks which to remove first.
 
-First the old checkpoints thin out, session by session, the least recently used one first. If that is not enough,
+First those go that belong to no session, of requests with "store": false. Then the old checkpoints thin out, session by session, the least recently used one first. If that is not enough,
 sessions are emptied of the rest in the same order. Pinned sessions keep all. Turns stay; without a checkpoint they are
 read again.
 """
@@ -127,6 +127,7 @@ def make_room(
     dry_run: only links are removed, and the caller rolls back.
     """
     freed = FreedSpace()
+    _take_sealed(connection, needed, keep, freed)
     s = session_table.c
     for level in (EVERYTHING, THINNED):
         ready = select(s.id).where(s.pinned.is_(False), s.retained == level).order_by(s.last_used_at, s.id)
@@ -142,6 +143,19 @@ def make_room(
     if not dry_run:
         _remove(connection, freed)
     return freed
+
+
+def _take_sealed(connection: Connection, needed: int, keep: Collection[int], freed: FreedSpace) -> None:
+    """Take sealed checkpoints, the least recently used one first, until `needed` bytes are free."""
+    for one in checkpoint_rows.unlinked_ones(connection) if needed > 0 else ():
+        if freed.nbytes >= needed:
+            return
+        if one.kind in checkpoint_rows.SEALED and one.id not in keep:
+            rows = checkpoint_rows.rows_of_one(connection, one.id)
+            connection.execute(delete(checkpoint_segment).where(checkpoint_segment.c.checkpoint == one.id))
+            freed.nbytes += one.recurrent_nbytes + sum(size for _, size in rows)
+            freed.checkpoints.append(one.id)
+            freed.segments += [number for number, _ in rows]
 
 
 def _take(

@@ -1,0 +1,68 @@
+"""Positions at which states of a prompt are kept, beside the ends of its system prompt, of itself and of its answer.
+
+A later prompt may part from this one anywhere, and a recurrent state cannot be cut back. So some states are kept inside
+a prompt: at the point where it parts from an earlier one, as a third one may part there too, and on a widening grid.
+All these positions are multiples of the program's grid, where prefill stops in any case: no result depends on them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from ssmd.sessions.line import Line, anchors
+
+FIRST = 1024  # tokens at which the widening grid begins for a recurrent state, which is stored whole each time
+NEAR = 256  # a position so few tokens before another one is left out
+MOST_SEEN = 1 << 15  # grid cells of earlier prompts that are remembered, some 100 bytes each
+_HASHED = 16  # bytes of a hash that are remembered
+
+
+class SeenPrompts:
+    """The beginnings of earlier prompts, as hashes at the grid's positions. Thread-safe; the oldest are forgotten.
+
+    Owners see only their own: no client learns what another one asked.
+    """
+
+    def __init__(self, cell: int, most: int = MOST_SEEN) -> None:
+        """cell: tokens of the program's grid."""
+        self._cell, self._most = cell, most
+        self._seen: OrderedDict[tuple[str, bytes], bool] = OrderedDict()  # True if a prompt went on after it
+        self._lock = threading.Lock()
+
+    def parted(self, owner: str, ids: Line) -> tuple[int, bool]:
+        """Return how many tokens a prompt shares with an earlier one, rounded down to the grid. Then remember it.
+
+        0 if it shares none of those at hand. The second value is True if both go on there, with other tokens.
+        """
+        cell = self._cell
+        positions = range(-(-max(ids.start, 1) // cell) * cell, len(ids), cell)
+        names = [(owner, hashed[:_HASHED]) for hashed in ids.hashes(positions)]
+        with self._lock:
+            at = next((i for i in reversed(range(len(names))) if names[i] in self._seen), None)
+            apart = at is not None and at + 1 < len(names) and self._seen[names[at]]
+            for i, name in enumerate(names):
+                self._seen[name] = i + 1 < len(names) or self._seen.get(name, False)
+                self._seen.move_to_end(name)
+            while len(self._seen) > self._most:
+                self._seen.popitem(last=False)
+        return 0 if at is None else positions[at], apart
+
+
+def inside(first: int, last: int, parted: int, cell: int, *, recurrent: bool, ends: tuple[int, ...] = ()) -> list[int]:
+    """List the positions between `first` and `last` at which states are kept, ascending.
+
+    first: position of the state that the prompt starts from. last: that of its last token. parted: as SeenPrompts has
+    it. recurrent: a state is stored whole. Otherwise it is only rows of caches, each of which is stored once: then the
+    positions lie so close that a later prompt reads at most an eighth of what it shares. ends: where states are kept
+    in any case.
+    """
+    if recurrent:
+        grid = [FIRST << n for n in range(max(0, last.bit_length() - FIRST.bit_length() + 1))]
+    else:
+        grid = [p for p in anchors(cell, last) if not p % cell]
+    taken = [p for p in (*ends, parted) if p]
+    near = NEAR if recurrent else cell
+    found = {p for p in grid if not any(p <= other < p + near for other in taken)}
+    found.add(parted)
+    return sorted(p for p in found if first < p < last and p not in ends)

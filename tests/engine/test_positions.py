@@ -1,0 +1,210 @@
+"""States inside a prompt: where prompts part, on the widening grid, and while a long prompt is read.
+
+The control is an engine without a store, which reads every prompt whole.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import TinyArtifacts
+from engine.test_engine import Answer, Asked, ask, program_of, user
+from engines import OwnEngine
+from sqlalchemy import select
+
+from ssmd.engine.persist import persistence, positions
+from ssmd.engine.persist import writer as writer_module
+from ssmd.engine.persist.positions import SeenPrompts, inside
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import Program
+from ssmd.sessions.domain import Domain
+from ssmd.sessions.line import Line, anchor
+from ssmd.sessions.rows.checkpoints import SHARE
+from ssmd.sessions.rows.schema import checkpoint
+from ssmd.sessions.store import Store
+from ssmd.text.messages import Message
+
+CELL = 64
+
+
+@pytest.fixture(scope="module", params=["mamba-f32", "granite-f32", "llama-f32"])
+def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
+    with program_of(artifacts, request.param, threads=None) as loaded:
+        yield loaded
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
+    monkeypatch.setattr(writer_module.Writer, "pays", lambda *_: True)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path / "data")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def engine(loaded: tuple[Artifact, Program], store: Store) -> Iterator[OwnEngine]:
+    engine = OwnEngine(*loaded, store)
+    engine.start()
+    yield engine
+    engine.shutdown(0)
+
+
+@pytest.fixture(scope="module")
+def control(loaded: tuple[Artifact, Program]) -> Iterator[OwnEngine]:
+    engine = OwnEngine(*loaded, None)
+    engine.start()
+    yield engine
+    engine.shutdown(0)
+
+
+def with_clock(minute: int) -> Message:
+    beginning = "You keep the lighthouse at the end of the pier, and you know every ship by its lamp. " * 6
+    return Message("system", f"{beginning}\nIt is 12:{minute:02}. Be brief.")
+
+
+def same(found: Answer, expected: Answer) -> bool:
+    return (found.text, found.logprobs) == (expected.text, expected.logprobs)
+
+
+def test_a_clock_near_the_end_costs_little(engine: OwnEngine, control: OwnEngine) -> None:
+    talks = [(with_clock(minute), user("Who is there?")) for minute in range(5)]
+    answers = [ask(engine, *talk) for talk in talks]
+    for talk, answer in zip(talks, answers, strict=True):
+        assert same(answer, ask(control, *talk))
+    assert answers[0].usage.parted_at is None
+    shared = {answer.usage.parted_at for answer in answers[1:]}
+    (at,) = shared
+    assert at is not None
+    assert at % CELL == 0
+    assert answers[2].usage.prompt_tokens - at < 3 * CELL, "the clock stands near the end"
+    assert [answer.usage.cached_tokens for answer in answers[2:]] == [at] * 3
+    assert {answer.usage.resume for answer in answers[2:]} == {"exact"}
+
+
+def test_rows_alone_are_kept_at_the_first_time(engine: OwnEngine, loaded: tuple[Artifact, Program]) -> None:
+    if loaded[1].spec.recurrent:
+        pytest.skip("a recurrent state is kept the second time")
+    first, second = (ask(engine, with_clock(minute), user("Who is there?")) for minute in range(2))
+    assert second.usage.cached_tokens == second.usage.parted_at
+    assert first.usage.cached_tokens == 0
+
+
+def test_a_long_prompt_leaves_a_widening_grid(
+    engine: OwnEngine, control: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(positions, "FIRST", 128)
+    monkeypatch.setattr(positions, "NEAR", CELL)
+    long = " ".join(str(n) for n in range(110))
+    first = ask(engine, user(long), max_tokens=1)
+    assert first.usage.prompt_tokens > 2 * 128 + CELL
+    with store.reading() as connection:
+        kept = list(connection.scalars(select(checkpoint.c.position).where(checkpoint.c.kind == "prefix")))
+    assert {128, 256} <= set(kept)
+    assert not any(position % CELL for position in kept)
+    other = long[: len(long) * 3 // 4] + " and then I stopped."
+    second = ask(engine, user(other))
+    assert second.usage.cached_tokens in kept
+    assert same(second, ask(control, user(other)))
+
+
+def test_any_edit_of_any_prompt_gives_the_same_bits(engine: OwnEngine, control: OwnEngine) -> None:
+    """Words are inserted, removed and replaced anywhere in new conversations."""
+    draw = random.Random(7)
+    words = ["lamp", "pier", "fog", "keeper", "ship", "night", "water", "stone", "rope", "bell"]
+    talk = [Message("system", " ".join(draw.choices(words, k=40))), user(" ".join(draw.choices(words, k=60)))]
+    saved = 0
+    for _ in range(12):
+        at = draw.randrange(len(talk))
+        said = talk[at].content.split(" ")
+        begin = draw.randrange(len(said) or 1)
+        said[begin : begin + draw.randrange(3)] = draw.choices(words, k=draw.randrange(3))
+        talk[at] = Message(talk[at].role, " ".join(said) or "lamp")
+        answer, expected = ask(engine, *talk, max_tokens=4), ask(control, *talk, max_tokens=4)
+        assert same(answer, expected), talk
+        assert answer.usage.cached_tokens % CELL == 0 or answer.usage.resume == "exact"
+        saved += answer.usage.cached_tokens
+    assert saved > 0
+
+
+def test_a_killed_reader_loses_little(
+    engine: OwnEngine, store: Store, control: OwnEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest state of a prompt under way is written, and replaces the one before."""
+    monkeypatch.setattr(persistence, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(positions, "inside", lambda *_, **__: [])
+    prefilled, seen = persistence._TurnStore.prefilled, list[int]()
+
+    def hang_up(self: persistence._TurnStore, handle: object, position: int, read_ms: float) -> None:
+        prefilled(self, handle, position, read_ms)
+        seen.append(position)
+        if position >= 4 * CELL:
+            engine._worker.running[0].cancel()
+
+    monkeypatch.setattr(persistence._TurnStore, "prefilled", hang_up)
+    talk = user(" ".join(str(n) for n in range(120)))
+    left = Asked(engine, talk).answer()
+    assert not left.text
+    assert engine.writer is not None
+    engine.writer.flush()
+    with store.reading() as connection:
+        kept = list(connection.scalars(select(checkpoint.c.position)))
+    assert kept == [seen[-1] // CELL * CELL]
+    monkeypatch.setattr(persistence._TurnStore, "prefilled", prefilled)
+    monkeypatch.setattr(persistence, "PROGRESS_S", 60.0)
+    again = ask(engine, talk)
+    assert again.usage.cached_tokens == kept[0]
+    assert same(again, ask(control, talk))
+
+
+def test_owners_learn_nothing_of_one_another() -> None:
+    seen, ids = SeenPrompts(CELL), Line.of(range(300))
+    assert seen.parted("anna", ids) == (0, False)
+    assert seen.parted("ben", ids) == (0, False)
+    assert seen.parted("anna", Line.of([*range(200), *range(100)])) == (192, True)
+    assert seen.parted("anna", Line.of(range(200))) == (192, False)
+
+
+def test_only_so_many_cells_are_remembered() -> None:
+    seen, ids = SeenPrompts(CELL, most=8), Line.of(range(512))
+    seen.parted("", ids)
+    for n in range(1, 40):
+        seen.parted("", Line.of(range(n, n + 300)))
+    assert len(seen._seen) <= 8
+    assert seen.parted("", ids)[0] == 0
+
+
+def test_the_positions_follow_from_the_length() -> None:
+    assert inside(0, 20_000, 0, CELL, recurrent=True) == [1024, 2048, 4096, 8192, 16384]
+    assert inside(2048, 20_000, 9_024, CELL, recurrent=True) == [4096, 8192, 9024, 16384]
+    assert inside(0, 1100, 0, CELL, recurrent=True, ends=(1100,)) == [], "the prompt's end is near"
+    rows = inside(0, 20_000, 0, CELL, recurrent=False)
+    assert not any(p % CELL for p in rows)
+    assert all(b - a <= max(CELL, anchor(b) // 8) for a, b in zip([0, *rows], rows, strict=False))
+    assert len(rows) < 64
+
+
+def test_a_client_of_many_prompts_pushes_out_its_own(
+    engine: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States without a session are bounded, and the client that has most of them gives up first."""
+    kept = {"retention": "24h", "store": False, "max_tokens": 1}
+    quiet, loud = Domain("quiet", ("quiet",)), Domain("loud", ("loud",))
+    talk = with_clock(0), user("Who is there?")
+    ask(engine, *talk, domain=quiet, **kept)
+    assert engine.writer is not None
+    engine.writer.flush()
+    share = 3 * store.bytes_stored()
+    monkeypatch.setattr(store, "quota", SHARE * share)
+    for n in range(6):
+        ask(engine, Message("system", f"{n} {with_clock(n).content}"), user("Who?"), domain=loud, **kept)
+        engine.writer.flush()
+        assert store.bytes_stored() <= share
+    assert ask(engine, *talk, domain=quiet, **kept).usage.cached_tokens > 0
