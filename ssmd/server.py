@@ -211,6 +211,10 @@ def serve(
 
     server = _Server(config, host, ready)
     hangup.end = server.drain
+    if host.writer is not None and settings.api_keys_file is not None:
+        writer = host.writer
+        hangup.changed = lambda: writer.drop_sealed_of_others({"", *keys.names})
+        hangup.changed()  # a key may have gone while no daemon ran
     try:
         server.run(sockets=sockets)
     finally:
@@ -279,6 +283,7 @@ class _Hangup:
     def __init__(self, keys: Keys | None) -> None:
         """keys: those of a file; None if there is no file."""
         self.end: Callable[[], object] = partial(os._exit, 129)  # 128 + SIGHUP; until there is a server to drain
+        self.changed: Callable[[], object] = lambda: None  # called after the keys were read
         self._keys = keys
         self._stays, self._terminal = signals.ignores_hangup(), signals.has_terminal()
         if keys is not None or not self._stays:
@@ -288,6 +293,7 @@ class _Hangup:
     def _answer(self) -> None:
         if self._keys is not None:
             self._keys.reread()
+            self.changed()
         gone = self._terminal and not signals.has_terminal()
         if self._stays or (self._keys is not None and not gone):
             return

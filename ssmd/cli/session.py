@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="The conversations kept here.", no_args_is_help=True)
 SHOWN = 100  # sessions in a list without --all
 BUSY_MS = 10_000  # longest wait for a daemon that writes a turn
+_UNDER_WAY_S = 60.0  # s: a state without a session that was used since may get its turn yet
 
 Id = Annotated[
     str, typer.Argument(metavar="ID", help="The session's id or its beginning.", autocompletion=completion.sessions)
@@ -285,6 +286,9 @@ def _set_pinned(session_ids: list[str], data_dir: Path | None, as_json: bool, *,
 def collect(
     quota: options.Quota = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    unlisted: Annotated[
+        bool, typer.Option("--unlisted", help="Remove the states of requests that are not stored, and no others.")
+    ] = False,
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:
@@ -295,6 +299,9 @@ def collect(
     from ssmd.config import Settings
     from ssmd.machine.progress import show_progress
 
+    if unlisted:
+        _collect_unlisted(data_dir, as_json=as_json, alone=quota is None and not dry_run)
+        return
     limit = Settings(data_dir=data_dir, quota=quota).quota
     with open_store(data_dir) as store, show_progress("finding states to remove" if dry_run else "removing states"):
         done = store.collect(limit, dry_run=dry_run)
@@ -307,6 +314,22 @@ def collect(
         _tell(done, limit, dry_run=dry_run)
     if over:
         fail("the pinned sessions alone exceed the quota; unpin some (`ssmd session unpin ID`), or allow more")
+
+
+def _collect_unlisted(data_dir: Path | None, *, as_json: bool, alone: bool) -> None:
+    """Remove states without a session. alone: no option was given that means other states."""
+    if not alone:
+        raise typer.BadParameter("--unlisted goes with neither --quota nor --dry-run: it removes all such states")
+    from ssmd.machine.size import show_size
+
+    with open_store(data_dir) as store:
+        before = store.bytes_stored()
+        gone = store.sweep(_UNDER_WAY_S)
+        nbytes = before - store.bytes_stored()
+    if as_json:
+        typer.echo(json.dumps({"checkpoints": gone, "bytes": nbytes}))
+    else:
+        typer.echo(f"{gone} states of requests that are not stored were removed, {show_size(nbytes)}")
 
 
 def _tell(done: CollectionResult, limit: int, *, dry_run: bool) -> None:

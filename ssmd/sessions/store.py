@@ -203,7 +203,8 @@ class Store:
     def sweep(self, unused_s: float = 0.0, sealed_s: float = 0.0, *, keep: Collection[int] = ()) -> int:
         """Remove checkpoints that no turn links to, left by requests without a turn. Returns how many.
 
-        unused_s: those used in the last so many seconds stay, for a repeated request. sealed_s: the same for sealed ones.
+        unused_s: those used in the last so many seconds stay, for a repeated request. sealed_s: the same for sealed
+        ones.
         keep: ids of those whose turn may still come.
         """
         with self.reading() as connection:
@@ -220,6 +221,13 @@ class Store:
         """Remove the states that were sealed for the memory of another process. before: microseconds since 1970."""
         with self.reading() as connection:
             numbers = checkpoint_rows.of_other_processes(connection, before)
+        if numbers:
+            self.drop_loose(numbers)
+
+    def drop_sealed_of_others(self, owners: Collection[str]) -> None:
+        """Remove the sealed checkpoints of all owners but these."""
+        with self.reading() as connection:
+            numbers = checkpoint_rows.sealed_of_others(connection, owners)
         if numbers:
             self.drop_loose(numbers)
 

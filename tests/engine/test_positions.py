@@ -89,6 +89,18 @@ def test_a_clock_near_the_end_costs_little(engine: OwnEngine, control: OwnEngine
     assert {answer.usage.resume for answer in answers[2:]} == {"exact"}
 
 
+def test_a_first_system_message_is_kept_the_first_time(engine: OwnEngine, control: OwnEngine) -> None:
+    """A client's own text often comes second, and changes."""
+    first = with_clock(0)
+    talks = [(first, Message("system", f"{name} asks."), user("Who?")) for name in ("Anna", "Ben")]
+    answers = [ask(engine, *talk) for talk in talks]
+    alone = ask(control, first, user("Who?")).usage.prompt_tokens
+    cached = answers[1].usage.cached_tokens
+    assert cached % CELL == 0
+    assert alone - 2 * CELL < cached < alone
+    assert same(answers[1], ask(control, *talks[1]))
+
+
 def test_rows_alone_are_kept_at_the_first_time(engine: OwnEngine, loaded: tuple[Artifact, Program]) -> None:
     if loaded[1].spec.recurrent:
         pytest.skip("a recurrent state is kept the second time")
@@ -182,10 +194,10 @@ def test_only_so_many_cells_are_remembered() -> None:
 
 
 def test_the_positions_follow_from_the_length() -> None:
-    assert inside(0, 20_000, 0, CELL, recurrent=True) == [1024, 2048, 4096, 8192, 16384]
-    assert inside(2048, 20_000, 9_024, CELL, recurrent=True) == [4096, 8192, 9024, 16384]
-    assert inside(0, 1100, 0, CELL, recurrent=True, ends=(1100,)) == [], "the prompt's end is near"
-    rows = inside(0, 20_000, 0, CELL, recurrent=False)
+    assert inside(0, 20_000, (), CELL, recurrent=True) == [1024, 2048, 4096, 8192, 16384]
+    assert inside(2048, 20_000, (9_030,), CELL, recurrent=True) == [4096, 8192, 9024, 16384]
+    assert inside(0, 1100, (0,), CELL, recurrent=True, ends=(1100,)) == [], "the prompt's end is near"
+    rows = inside(0, 20_000, (), CELL, recurrent=False)
     assert not any(p % CELL for p in rows)
     assert all(b - a <= max(CELL, anchor(b) // 8) for a, b in zip([0, *rows], rows, strict=False))
     assert len(rows) < 64

@@ -109,6 +109,11 @@ class Keys:
             names = len({key.name for key in self._keys})
         log.info("%d API keys of %d names are in force", len(self._keys), names)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names that have a key."""
+        return frozenset(key.name for key in self._keys)
+
     def caller(self, authorization: str) -> Caller:
         """Return the caller that an Authorization header identifies. Raises Rejection."""
         keys = self._keys

@@ -156,9 +156,9 @@ class _TurnStore(GenerationStore):
         parted, apart = by._seen.parted(asked.request.domain.owner, prompt.ids)
         self.parted_at = parted if apart else None
         first, last = 0 if prompt.found is None else prompt.found.position, len(prompt.ids) - 1
-        recurrent, ends = by._recurrent_nbytes > 0, (prompt.system, last)
+        recurrent, ends, wanted = by._recurrent_nbytes > 0, (prompt.system, last), (parted, *prompt.parts)
         # The positions inside the prompt at which its state is kept.
-        self._inside = positions.inside(first, last, parted, by._cell, recurrent=recurrent, ends=ends)
+        self._inside = positions.inside(first, last, wanted, by._cell, recurrent=recurrent, ends=ends)
         self._progress: PendingCheckpoint | None = None  # the newest state of a prompt that takes long
         self._kept_at = time.perf_counter()  # when a state was kept last
         self._restoring: Restoring | None = None

@@ -1,14 +1,16 @@
 """Positions at which states of a prompt are kept, beside the ends of its system prompt, of itself and of its answer.
 
 A later prompt may part from this one anywhere, and a recurrent state cannot be cut back. So some states are kept inside
-a prompt: at the point where it parts from an earlier one, as a third one may part there too, and on a widening grid.
-All these positions are multiples of the program's grid, where prefill stops in any case: no result depends on them.
+a prompt: at the end of its tools and of each system message; at the point where it parts from an earlier one, as a
+third one may part there too; and on a widening grid. All these positions are multiples of the program's grid, where
+prefill stops in any case: no result depends on them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from ssmd.sessions.line import Line, anchors
 
@@ -49,20 +51,21 @@ class SeenPrompts:
         return 0 if at is None else positions[at], apart
 
 
-def inside(first: int, last: int, parted: int, cell: int, *, recurrent: bool, ends: tuple[int, ...] = ()) -> list[int]:
+def inside(
+    first: int, last: int, wanted: Sequence[int], cell: int, *, recurrent: bool, ends: Sequence[int] = ()
+) -> list[int]:
     """List the positions between `first` and `last` at which states are kept, ascending.
 
-    first: position of the state that the prompt starts from. last: that of its last token. parted: as SeenPrompts has
-    it. recurrent: a state is stored whole. Otherwise it is only rows of caches, each of which is stored once: then the
-    positions lie so close that a later prompt reads at most an eighth of what it shares. ends: where states are kept
-    in any case.
+    first: position of the state that the prompt starts from. last: that of its last token. wanted: positions that
+    other prompts are likely to share; they are rounded down to the grid. ends: where states are kept in any case.
+    recurrent: a state is stored whole. Otherwise it is only rows of caches, each of which is stored once: then the
+    positions lie so close that a later prompt reads at most an eighth of what it shares.
     """
     if recurrent:
         grid = [FIRST << n for n in range(max(0, last.bit_length() - FIRST.bit_length() + 1))]
     else:
         grid = [p for p in anchors(cell, last) if not p % cell]
-    taken = [p for p in (*ends, parted) if p]
+    chosen = {p - p % cell for p in wanted}
     near = NEAR if recurrent else cell
-    found = {p for p in grid if not any(p <= other < p + near for other in taken)}
-    found.add(parted)
-    return sorted(p for p in found if first < p < last and p not in ends)
+    found = {p for p in grid if not any(p <= other < p + near for other in (*ends, *chosen))}
+    return sorted(p for p in found | chosen if first < p < last and p not in ends)

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ssmd.engine.decode.generation import Then
 from ssmd.engine.metrics import Metrics
@@ -412,6 +412,17 @@ class Writer:
         timer = threading.Timer(COMMIT_PATIENCE_S, tell)
         timer.daemon = True
         timer.start()
+        self._work.put(work)
+
+    def drop_sealed_of_others(self, owners: Collection[str]) -> None:
+        """Remove the sealed states of all owners but these: their keys are gone. From any thread."""
+
+        def work() -> None:
+            try:
+                self.store.drop_sealed_of_others(owners)
+            except StoreError as err:
+                log.warning("the states of keys that are gone were not removed: %s", err)
+
         self._work.put(work)
 
     def hold(self, checkpoint_id: int, times: int = 1) -> None:

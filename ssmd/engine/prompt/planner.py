@@ -60,6 +60,7 @@ class Prompt:
     cut: int  # messages left out after the system prompt
     heard: Mapping[str, Sequence[Message]]  # by turn id: the client's copy of turns that were found altered
     reread: Callable[[], Prompt]  # builds the prompt from the request's messages alone, if stored data fail
+    parts: tuple[int, ...] = ()  # ids of beginnings that other prompts may share: the tools', some system messages'
 
 
 @dataclass(frozen=True)
@@ -159,12 +160,13 @@ class Planner:
         def reread() -> Prompt:
             return self._prompt(request, place, cut, self._reread(request, place, cut), None)
 
+        now = self._now(place)
         return Prompt(
             text=shown.text,
             ids=shown.ids,
             stem=shown.stem,
             settled=shown.settled,
-            system=self._system(request, shown, self._now(place)),
+            system=self._system(request, shown, now),
             info=place.info if request.store else None,
             parent=None if place.turn is None else place.turn.id,
             new=new[:-1] if continued else new,
@@ -173,6 +175,7 @@ class Planner:
             cut=cut,
             heard=place.heard,
             reread=reread,
+            parts=self._parts(request, shown, now),
         )
 
     def warm_up(self) -> None:
@@ -270,11 +273,27 @@ class Planner:
         """
         if shown.ids.start or shown.text.start:
             return 0
-        head = request.messages[: system_prompt(request.messages)]
-        clock = now if self._renderer.tells_time else None
-        beginning, tokens = self._beginning(head, request.given, clock, request.domain.owner)
+        beginning, tokens = self._begin(request, system_prompt(request.messages), now)
         fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(shown.ids) - 1 and shown.text.own.startswith(beginning)
         return len(tokens) if fits and np.array_equal(shown.ids.own[: len(tokens)], tokens.own) else 0
+
+    def _parts(self, request: Request, shown: RenderedPrompt, now: datetime) -> tuple[int, ...]:
+        """Count the ids up to the end of the tools, and of each system message but the last, if the prompt has them."""
+        system = system_prompt(request.messages)
+        if shown.ids.start or shown.text.start or not system:
+            return ()
+        found = []
+        for messages in range(0 if request.given.tools else 1, system):
+            _, tokens = self._begin(request, messages, now)
+            least = min(len(tokens), len(shown.ids))
+            same = tokens.own[:least] == shown.ids.own[:least]
+            found.append(least if same.all() else int(same.argmin()))
+        return tuple(found)
+
+    def _begin(self, request: Request, messages: int, now: datetime) -> tuple[str, Line]:
+        """Render the beginning that all conversations with the first so many messages of a request share."""
+        clock = now if self._renderer.tells_time else None
+        return self._beginning(request.messages[:messages], request.given, clock, request.domain.owner)
 
     def _render_beginning(
         self, head: tuple[Message, ...], given: TemplateInput, now: datetime | None, owner: str

@@ -429,6 +429,12 @@ def of_other_processes(connection: Connection, before: int) -> list[int]:
     return list(connection.scalars(select(_c.id).where(_c.kind == IN_MEMORY.kind, _c.created_at < before)))
 
 
+def sealed_of_others(connection: Connection, owners: Collection[str]) -> list[int]:
+    """List the sealed checkpoints of all owners but these."""
+    rows = connection.execute(select(_c.id, _c.owner).where(_c.kind.in_(SEALED))).all()
+    return [row.id for row in rows if row.owner not in owners]
+
+
 def rows_of_one(connection: Connection, checkpoint_id: int) -> list[tuple[int, int]]:
     """List (id, bytes) of the segments that no other checkpoint lists."""
     mine, other = checkpoint_segment.alias(), checkpoint_segment.alias()

@@ -1,8 +1,8 @@
 """Retention: the checkpoints of all sessions together never take more than the quota. It picks which to remove first.
 
-First those go that belong to no session, of requests with "store": false. Then the old checkpoints thin out, session by session, the least recently used one first. If that is not enough,
-sessions are emptied of the rest in the same order. Pinned sessions keep all. Turns stay; without a checkpoint they are
-read again.
+First those go that belong to no session, of requests with "store": false. Then the old checkpoints thin out, session by
+session, the least recently used one first. If that is not enough, sessions are emptied of the rest in the same order.
+Pinned sessions keep all. Turns stay; without a checkpoint they are read again.
 """
 
 from __future__ import annotations
