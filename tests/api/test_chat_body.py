@@ -75,6 +75,13 @@ def test_everything_given_reaches_the_engine() -> None:
     assert (request.session, request.store) == ("s_1-A", False)
 
 
+def test_the_retention_of_states_has_two_spellings() -> None:
+    assert read().retention is None
+    for value, meant in (("24h", "24h"), ("in_memory", "in_memory"), ("in-memory", "in_memory"), ("none", "none")):
+        assert read(prompt_cache_retention=value, store=False).retention == meant
+    assert refused(prompt_cache_retention="48h").param == "prompt_cache_retention"
+
+
 def test_the_penalty_has_llama_cpps_name_too_and_its_window() -> None:
     sampling = read(repeat_penalty=1.2).sampling
     assert (sampling.repetition_penalty, sampling.repeat_last_n) == (1.2, 64)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from ssmd.api.http.keys import MAX_FILE_BYTES, MAX_KEYS, Caller, Keys, caller_of
 from ssmd.api.http.security import Rules, guarded
 from ssmd.config import Settings, SettingsError
 from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
+from ssmd.sessions.rows.database import FILE as DATABASE
 
 ALICE, OLD, BOB, SCREEN = "alice-has-this-one", "alice-had-this-one", "bob-has-this-one", "screens-look-at-this"
 FILE = f"""\
@@ -235,6 +238,30 @@ def test_a_daemon_takes_up_other_keys_when_it_is_told(artifacts: TinyArtifacts, 
             assert line
         assert "ERROR" in line
         assert (models(ALICE).status, models(OLD).status) == (200, 401)
+
+
+def test_a_key_that_goes_takes_its_sealed_states_along(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """At a SIGHUP, and at the start if it went while no daemon ran."""
+    file = written(tmp_path / "keys", f"alice {ALICE}\nbob {BOB}\ncarol carol-is-new-here\n")
+    extra = {"SSMD_API_KEYS_FILE": str(file)}
+    model = str(artifacts["llama-f32"])
+    body = {"model": "llama", "messages": [{"role": "user", "content": "Who is there? " * 20}], "store": False}
+
+    def owners() -> set[str]:
+        with contextlib.closing(sqlite3.connect(tmp_path / "data" / DATABASE)) as other:
+            return {owner for (owner,) in other.execute("SELECT owner FROM checkpoint WHERE kind = 'sealed'")}
+
+    with running(tmp_path, model, extra=extra) as (process, served):
+        for key in (ALICE, BOB, "carol-is-new-here"):
+            answer = served.ask("POST", "/v1/chat/completions", {**body, "max_tokens": 1}, headers=bearer(key))
+            assert answer.status == 200
+        assert owners() == {"alice", "bob", "carol"}
+        written(file, f"alice {ALICE}\nbob {BOB}\n")
+        process.send_signal(signal.SIGHUP)
+        soon(lambda: owners() == {"alice", "bob"})
+    written(file, f"alice {ALICE}\n")
+    with running(tmp_path, model, extra=extra):
+        soon(lambda: owners() == {"alice"})
 
 
 def test_a_daemon_does_not_start_without_its_keys(artifacts: TinyArtifacts, tmp_path: Path) -> None:

@@ -14,11 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from keeping import Chat, user
+from keeping import HYBRID, Chat, state_of, user
 
 from ssmd.cli import main
+from ssmd.cli import session as session_module
+from ssmd.sessions.checkpoint import NewCheckpoint
+from ssmd.sessions.line import Line
 from ssmd.sessions.rows.database import FILE
+from ssmd.sessions.sealing import ON_DISK
 from ssmd.sessions.store import Store
 
 
@@ -211,6 +216,20 @@ def test_pin(ssmd: Ssmd, chat: Chat) -> None:
     assert ssmd.json("list")[0]["pinned"] is True, "a wrong id among them: nothing is changed"
     assert ssmd.json("unpin", "ses_1") == {"unpinned": ["ses_1"]}
     assert ssmd.json("list")[0]["pinned"] is False
+
+
+def test_collect_what_no_list_shows(ssmd: Ssmd, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that may get its turn yet stays, and so do all sessions."""
+    kept, ids = chat.store.bytes_stored(), tuple(range(90, 140))
+    for seal in (None, ON_DISK):
+        state = NewCheckpoint("user", Line.of(ids), state_of(HYBRID, np.asarray(ids)), seal=seal)
+        assert chat.store.keep(chat.encode(state)).nbytes > 0
+    assert "goes with neither" in ssmd("gc", "--unlisted", "--dry-run", code=2).stderr
+    assert "1 states of requests that are not stored were removed" in ssmd("gc", "--unlisted").stdout
+    assert chat.store.bytes_stored() > kept, "the other one was written just now"
+    monkeypatch.setattr(session_module, "_UNDER_WAY_S", 0.0)
+    assert ssmd.json("gc", "--unlisted")["checkpoints"] == 1
+    assert chat.store.bytes_stored() == kept
 
 
 def test_collect(ssmd: Ssmd, chat: Chat) -> None:

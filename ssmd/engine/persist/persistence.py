@@ -1,8 +1,8 @@
 """The work of an engine with a store beside computing: it restores states, keeps new ones and turns, and rerenders.
 
-It decides which states of a request are stored, and which ids each of them covers. They are the state after the system
-prompt, the state at the end of each choice, and those inside the prompt (positions.py) and before its last token that
-are worth their writes. The last one leaves out a token because a restore gives no logits.
+It decides which states of a request are stored, and which ids each of them covers. The state after the system prompt is
+one, and that at the end of each choice. Those inside the prompt (positions.py) and before its last token are stored if
+they are worth their writes. The last one leaves out a token because a restore gives no logits.
 
 A prompt that takes long to read has its newest state written now and then. A client that gives up, or a daemon that is
 killed, then loses little of the reading.
