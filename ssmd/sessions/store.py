@@ -370,6 +370,14 @@ class Store:
         with self.reading() as connection:
             return reply_rows.read_usages(connection, session_id)
 
+    def beginnings(self, lineage: str, most: int) -> list[tuple[str, Line]]:
+        """Read (owner, ids) of the newest first turns of conversations with a model, at most so many, the oldest first.
+
+        Of all owners.
+        """
+        with self.reading() as connection:
+            return turn_rows.read_beginnings(connection, lineage, most)
+
     def path(self, turn_id: str) -> list[Turn]:
         """Read the turns from the root to this one. Raises UnknownSession."""
         with self.snapshot() as stored:

@@ -89,6 +89,17 @@ def test_a_clock_near_the_end_costs_little(engine: OwnEngine, control: OwnEngine
     assert {answer.usage.resume for answer in answers[2:]} == {"exact"}
 
 
+def test_a_clock_is_known_after_a_restart(loaded: tuple[Artifact, Program], store: Store) -> None:
+    """The first prompt of a new process leaves a state where it parts from those of the one before."""
+    for minute, seen in enumerate([False, True, True]):
+        engine = OwnEngine(*loaded, store)
+        engine.start()
+        answer = ask(engine, with_clock(minute), user("Who is there?"))
+        assert (answer.usage.parted_at is not None) == seen
+        engine.shutdown(0)
+    assert answer.usage.cached_tokens == answer.usage.parted_at
+
+
 def test_a_first_system_message_is_kept_the_first_time(engine: OwnEngine, control: OwnEngine) -> None:
     """A client's own text often comes second, and changes."""
     first = with_clock(0)

@@ -33,11 +33,12 @@ from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint
 from ssmd.sessions.line import Line
 from ssmd.sessions.sealing import IN_MEMORY, ON_DISK, Seal
-from ssmd.sessions.turn import NewTurn, SessionInfo, conversation
+from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, conversation
 from ssmd.text.messages import Message
 from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+REMEMBERED = 64  # conversations of earlier processes whose beginnings are compared with new prompts
 PROGRESS_S = 10.0  # s of reading a prompt after which its newest state is written
 
 
@@ -93,6 +94,9 @@ class Persistence:
         self._made = Maker(planner.scope, program.producer, program.spec)
         self._cell = buckets.grid(program.buckets)
         self._seen = positions.SeenPrompts(self._cell)
+        with contextlib.suppress(StoreError):
+            for owner, ids in self._store.beginnings(planner.scope.lineage, REMEMBERED):
+                self._seen.parted(owner, ids)
         self._restorer = Restorer(program, self._store, planner.scope, damaged=partial(writer.heal, spec=program.spec))
         self._rerenderer = Rerenderer(planner, program, writer, self._restorer, self._made, wake=wake)
 

@@ -120,6 +120,15 @@ def _read(connection: Connection, query: Any, turn_id: str) -> list[Turn]:
     return [turn_of(row) for row in rows]
 
 
+def read_beginnings(connection: Connection, lineage: str, most: int) -> list[tuple[str, Line]]:
+    """Read (owner, ids) of the newest first turns of conversations with a model, at most so many, the oldest first."""
+    newest = select(turn_table).where(_t.parent.is_(None)).order_by(_t.seq.desc()).limit(most)
+    with as_they_are(connection):
+        rows = connection.execute(newest).all()
+    turns = [(as_text(row.owner), turn_of(row)) for row in reversed(rows) if row.lineage == lineage]
+    return [(owner, turn.ids) for owner, turn in turns if turn.sound]
+
+
 def read_tree(connection: Connection, session_id: str) -> list[Turn]:
     """Read all turns of a session, in the order of writing: parents before their children.
 
