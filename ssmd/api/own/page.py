@@ -11,7 +11,6 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 ROOT = "/page/"
 _INDEX = "index.html"
@@ -81,19 +80,16 @@ class Page:
 
     @property
     def paths(self) -> frozenset[str]:
-        """Return the paths that are served."""
-        return frozenset(self._files)
+        """Return the paths that are served, but for `/`."""
+        return frozenset(self._files) - {"/"}
 
     @property
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file, as sent."""
-        return {path: len(file.content) for path, file in self._files.items() if path != "/"}
+        return {path: len(self._files[path].content) for path in self.paths}
 
-    def routes(self) -> list[Route]:
-        async def answer(request: Request) -> Response:
-            return self._files[request.scope["path"]].answer(request)
-
-        return [Route(path, answer) for path in sorted(self._files)]
+    async def answer(self, request: Request) -> Response:
+        return self._files[request.scope["path"]].answer(request)
 
 
 def _folder() -> Traversable:
