@@ -5,6 +5,7 @@ A front is a folder of ssmd/api with a file operations.py. ssmd/api/operations.p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -13,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, compile_path
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ssmd.api.generate.fair_reading import FairPool, Gate
@@ -96,7 +97,7 @@ class Operation:
     query: Mapping[str, Schema] = field(default_factory=dict)  # schemas of parameters, by name
     max_body_bytes: int | None = None  # in place of the setting; such a body is not held in memory
     any_base: bool = False  # also answered below a wrong base URL (ssmd/api/http/security.py)
-    files: Callable[[Service], Iterable[str]] | None = None  # the paths that `path` stands for, if each is a route
+    files: Callable[[Service], Iterable[str]] | None = None  # every path that `path` stands for, for the guard
     effect: str = ""  # the reason why it cannot be sent just to see what it answers
     endless: bool = False  # its answer does not end by itself
 
@@ -114,7 +115,7 @@ class Operation:
     @property
     def template(self) -> str:
         """Return the path as OpenAPI writes it."""
-        return compile_path(self.path)[1]
+        return re.sub(":[a-z]+}", "}", self.path)
 
     @property
     def bad(self) -> dict[int, str]:
@@ -178,13 +179,7 @@ class Service:
 
 def routes(service: Service) -> list[Route]:
     """Return the routes of a service's operations. Raises what building an endpoint raises."""
-    found = []
-    for one in service.operations:
-        mine = service.of(one)
-        endpoint = one.endpoint(mine)
-        paths = [one.path] if one.files is None else sorted(one.files(mine))
-        found += [Route(path, endpoint, methods=[one.method]) for path in paths]
-    return found
+    return [Route(one.path, one.endpoint(service.of(one)), methods=[one.method]) for one in service.operations]
 
 
 def path_rules(service: Service) -> PathRules:

@@ -138,7 +138,7 @@ def test_work_takes_turns_in_the_declared_pool(
     used, run = set[str](), FairPool.run
 
     async def noted(pool: FairPool, *given: Any, **options: Any) -> Any:
-        used.add(pool._short._thread_name_prefix.removeprefix("ssmd-"))
+        used.add(str(pool._short._thread_name_prefix).removeprefix("ssmd-"))
         return await run(pool, *given, **options)
 
     monkeypatch.setattr(FairPool, "run", noted)
@@ -153,7 +153,7 @@ def test_work_takes_turns_in_the_declared_pool(
 
 def test_the_docs_have_the_table() -> None:
     """Made anew by: .venv/bin/python scripts/endpoints"""
-    command = [sys.executable, ROOT / "scripts" / "endpoints", "--check"]
+    command = [sys.executable, str(ROOT / "scripts" / "endpoints"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 

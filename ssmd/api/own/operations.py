@@ -37,7 +37,7 @@ PAGE = (
     ),
     Operation(
         "GET",
-        "/page/{file}",
+        "/page/{file:path}",
         lambda on: on.one(_page).answer,
         "page",
         "A file of the page",

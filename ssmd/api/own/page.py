@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -89,7 +90,10 @@ class Page:
         return {path: len(self._files[path].content) for path in self.paths}
 
     async def answer(self, request: Request) -> Response:
-        return self._files[request.scope["path"]].answer(request)
+        found = self._files.get(request.scope["path"])
+        if found is None:
+            raise HTTPException(404)
+        return found.answer(request)
 
 
 def _folder() -> Traversable:

@@ -57,7 +57,7 @@ def health(on: Service) -> Endpoint:
 
 
 def root(on: Service) -> Endpoint:
-    """Build the endpoint of /v1."""
+    """Build the endpoint of /v1 and /v1/."""
     served = [one for one in on.operations if one.path.startswith("/v1/") and one.path != "/v1/" and one.status < 300]
     description = {
         "object": "ssmd",
