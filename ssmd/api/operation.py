@@ -64,7 +64,7 @@ class Right(StrEnum):
     OWN = "the daemon's own"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RequestBody:
     """A JSON body."""
 
@@ -128,7 +128,7 @@ def _usual(method: str) -> Right:
     return Right.READ if method in READING else Right.CHANGE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Service:
     """The objects that the endpoints of one daemon share."""
 
