@@ -1,6 +1,7 @@
 """Requests for each POST of the interface, as large as a client may send them: made from openapi.json.
 
-An endpoint whose body the document describes needs an entry in BODIES. A new one without an entry is an error.
+An endpoint whose body the document describes needs an entry in BODIES. A new one without an entry is an error. Its
+entry in the table of operations may have an `effect`, which leaves it out.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ssmd.api.operations import OPERATIONS
+
 JSON = "application/json"
 # POSTs that are left out, and the reason for each.
-LEFT_OUT = {
-    "/ssmd/v1/stop": "it ends the daemon",
-    "/ssmd/v1/models/{model}/unload": "it takes the model from the stream beside it",
-    "/ssmd/v1/pulls": "it fetches a model from the network",
-}
+LEFT_OUT = {one.template: one.effect for one in OPERATIONS if one.effect and one.method == "POST"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def requests(document: Mapping[str, Any], on: Target, port: int = 0) -> Iterator
         if path not in BODIES and "requestBody" in operation:
             raise LookupError(
                 f"benchmarks/endpoints.py has no body for POST {path}: add to BODIES the largest that a client may "
-                "send, or to LEFT_OUT the reason to leave it out"
+                "send, or to its entry in the table of operations an `effect`, the reason to leave it out"
             )
         body = BODIES.get(path, _unasked)(on)
         kind = "application/octet-stream" if isinstance(body, bytes) else JSON

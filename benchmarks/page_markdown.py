@@ -11,19 +11,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from browser import Window, chromium
 from markdown_spec import counts, examples
+from operating import app_of, service_of
 from serving import serving
 
-from ssmd.api.http.keys import Keys
-from ssmd.api.http.security import Rules, guarded
-from ssmd.api.own.page import Page
+from ssmd.api.own.operations import PAGE
 from ssmd.config import Settings
 
 
 def main() -> None:
     print("| specification | examples | drawn so | of raw HTML | drawn so |\n| --- | ---: | ---: | ---: | ---: |")
-    page = Page.read()
-    rules = Rules.of(Settings(), Keys.of(Settings()), open_paths=page.paths)
-    with serving(guarded(page.routes(), rules)) as one, chromium() as browser:
+    with serving(app_of(service_of(PAGE, Settings()))) as one, chromium() as browser:
         window = Window(browser.new_context(), f"http://127.0.0.1:{one.port}")
         window.page.goto(window.url)
         for name in sys.argv[1:]:

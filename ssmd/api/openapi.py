@@ -9,19 +9,17 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from html import escape
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ssmd import __version__
-from ssmd.api.generate.fair_reading import FairPool, SharedResult
+from ssmd.api.generate.fair_reading import SharedResult
+from ssmd.api.operation import Operation, Right, Service
 
-DOCUMENT, PAGE = "/openapi.json", "/docs"
-PATHS = frozenset({DOCUMENT, PAGE})
 _COMPONENTS = "#/components/schemas/"
 _EVENTS = {"description": "Events whose data is a chunk in JSON, or [DONE] at the end; with stream: true."}
 
@@ -39,29 +37,28 @@ pre { overflow-x: auto; font-size: .85rem; }
 _REF = "#/components/schemas/"
 
 
-def routes(pool: FairPool) -> list[Route]:
-    """Return the two endpoints. Both are made together, once, and served from memory then. pool: of looks."""
-    made = SharedResult(_made, "description")
+class Description:
+    """The two handlers. Both answers are made together, once, and served from memory then."""
 
-    async def document(request: Request) -> Response:
-        return Response((await made.get(pool))[0], media_type="application/json")
+    def __init__(self, on: Service) -> None:
+        self._pool, self._made = on.pool, SharedResult(partial(_made, on.operations), "description")
 
-    async def page(request: Request) -> Response:
-        _, html, policy = await made.get(pool)
+    async def document(self, request: Request) -> Response:
+        return Response((await self._made.get(self._pool))[0], media_type="application/json")
+
+    async def page(self, request: Request) -> Response:
+        _, html, policy = await self._made.get(self._pool)
         headers = {"content-security-policy": policy, "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
         return Response(html, headers=headers, media_type="text/html")
 
-    return [Route(DOCUMENT, document), Route(PAGE, page)]
-
 
 @cache
-def described() -> dict[str, Any]:
-    """Return the OpenAPI document of the whole API."""
+def described(operations: tuple[Operation, ...]) -> dict[str, Any]:
+    """Return the OpenAPI document of these operations."""
     from fastapi import FastAPI
     from pydantic.json_schema import models_json_schema
 
-    from ssmd.api.operations import OPERATIONS
-    from ssmd.api.shapes import Error
+    from ssmd.api import shapes
 
     app = FastAPI(
         title="ssmd",
@@ -69,45 +66,49 @@ def described() -> dict[str, Any]:
         summary="An inference daemon for state-space and hybrid language models that never re-reads a conversation",
         openapi_url=None,
     )
-    bodies = {one.body.shape for one in OPERATIONS.values() if one.body is not None}
+    bodies = {one.body.shape for one in operations if one.body is not None}
     by_name = sorted(bodies, key=_name)
     named, schemas = models_json_schema([(one, "validation") for one in by_name], ref_template=_COMPONENTS + "{model}")
-    for (method, path), one in OPERATIONS.items():
+    for one in operations:
         bad: dict[int | str, dict[str, Any]] = {
-            status: {"model": Error, "description": why} for status, why in one.bad.items() if status != one.good
+            status: {"model": shapes.Error, "description": why}
+            for status, why in one.bad.items()
+            if status != one.status
         }
         good: dict[str, Any] = {"description": one.summary}
         if isinstance(one.answer, tuple):
             good["content"] = {kind: {"schema": {}} for kind in one.answer}
         else:
-            good["model"] = one.answer
+            good["model"] = getattr(shapes, one.answer)
             if one.also:
                 good["content"] = {kind: {"schema": _EVENTS} for kind in one.also}
-        extra: dict[str, Any] = {"parameters": _parameters(path, one.query)}
+        extra: dict[str, Any] = {"parameters": _parameters(one.template, one.query)}
         if one.body is not None:
             schema = _taken(schemas["$defs"][_of(named, one.body.shape)], one.body)
             extra["requestBody"] = {
                 "required": not one.body.optional,
                 "content": {"application/json": {"schema": schema}},
             }
-        if one.open:
+        if one.right is Right.NONE:
             extra["security"] = []
         app.add_api_route(
-            path,
+            one.template,
             _nothing,
-            methods=[method],
-            status_code=one.good,
-            responses={one.good: good, **bad},
+            methods=[one.method],
+            status_code=one.status,
+            responses={one.status: good, **bad},
             response_class=Response if isinstance(one.answer, tuple) else _json(),
             summary=one.summary,
             description="",
             tags=[one.tag],
-            operation_id=f"{method.lower()} {_RESOURCES.get(path, path)}".translate(_WORDS).strip("_"),
+            operation_id=f"{one.method.lower()} {_RESOURCES.get(one.path, one.template)}".translate(_WORDS).strip("_"),
             openapi_extra=extra,
         )
     found = app.openapi()
     components = found.setdefault("components", {})
-    own = {name: schema for name, schema in schemas["$defs"].items() if name not in {_name(one) for one in bodies}}
+    own = {
+        name: schema for name, schema in schemas.get("$defs", {}).items() if name not in {_name(one) for one in bodies}
+    }
     components.setdefault("schemas", {}).update(own)
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     found["security"] = [{}, {"key": []}]  # no key is needed if none is set
@@ -164,13 +165,13 @@ def _parameters(path: str, query: Any) -> list[dict[str, Any]]:
 
 
 @cache
-def _made() -> tuple[bytes, bytes, str]:
+def _made(operations: tuple[Operation, ...]) -> tuple[bytes, bytes, str]:
     """Return the document, the page, and the policy that allows the page's own style and nothing else."""
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    document = described()
+    document = described(operations)
     return json.dumps(document, separators=(",", ":")).encode(), written(document).encode(), policy
 
 

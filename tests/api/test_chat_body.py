@@ -194,7 +194,7 @@ def test_nonsense_is_refused_by_name(fields: dict[str, Any], param: str) -> None
 def integer_fields() -> list[tuple[type[Any], str, int]]:
     """Every integer field of every body that the daemon reads, and the least value above 0 that it can have."""
     found = []
-    for shape in {operation.body.shape for operation in OPERATIONS.values() if operation.body is not None}:
+    for shape in {operation.body.shape for operation in OPERATIONS if operation.body is not None}:
         for name, schema in shape.model_json_schema()["properties"].items():
             options = [schema, *schema.get("anyOf", [])]
             options += [one["items"] for one in options if "items" in one]

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 import pytest
+from operating import app_of, service_of
 from serving import serving
 
-from ssmd.api.http.keys import Keys
-from ssmd.api.http.security import Rules, guarded
+from ssmd.api.own.operations import PAGE
 from ssmd.api.own.page import POLICY, ROOT, Page
 from ssmd.config import Settings
 
@@ -28,9 +28,8 @@ def page() -> Page:
 
 
 def test_every_file_is_sent_as_what_it_is(page: Page) -> None:
-    rules = Rules.of(Settings(), Keys.of(Settings(api_key="a-long-secret")), open_paths=page.paths)
-    with serving(guarded(page.routes(), rules)) as one:
-        for path in page.paths:
+    with serving(app_of(service_of(PAGE, Settings(api_key="a-long-secret")))) as one:
+        for path in ["/", *page.paths]:
             answer = one.ask("GET", path)
             assert answer.status == 200, path
             assert answer.headers["content-security-policy"] == POLICY
@@ -78,8 +77,8 @@ def test_the_policy_allows_nothing_inline_or_from_elsewhere() -> None:
         "/page/" + "a/" * 2000,
     ],
 )
-def test_no_other_path_leads_anywhere(page: Page, path: str) -> None:
-    with serving(guarded(page.routes(), Rules.of(Settings(), open_paths=page.paths, keys=Keys.of(Settings())))) as one:
+def test_no_other_path_leads_anywhere(path: str) -> None:
+    with serving(app_of(service_of(PAGE, Settings()))) as one:
         connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=30)
         connection.putrequest("GET", path, skip_host=False)
         connection.endheaders()
@@ -87,8 +86,8 @@ def test_no_other_path_leads_anywhere(page: Page, path: str) -> None:
         connection.close()
 
 
-def test_other_sites_may_link_to_the_page_but_not_embed_it(page: Page) -> None:
-    with serving(guarded(page.routes(), Rules.of(Settings(), Keys.of(Settings()), open_paths=page.paths))) as one:
+def test_other_sites_may_link_to_the_page_but_not_embed_it() -> None:
+    with serving(app_of(service_of(PAGE, Settings()))) as one:
         site = {"sec-fetch-site": "cross-site"}
         assert one.ask("GET", "/", headers=site | {"sec-fetch-mode": "navigate"}).status == 200
         assert one.ask("GET", "/page/page.js", headers=site | {"sec-fetch-mode": "no-cors"}).status == 403

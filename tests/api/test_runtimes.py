@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from operating import app_of, service_of
 from serving import Served, serving
-from starlette.applications import Starlette
 
-from ssmd.api.generate.fair_reading import FairPool
 from ssmd.api.own import pulls
+from ssmd.api.own.operations import OPERATIONS
+from ssmd.config import Settings
 from ssmd.runtime.devices import RuntimeStatus, find
 from ssmd.runtime.protocol import Device
 
@@ -21,7 +22,7 @@ PATH = "/ssmd/v1/runtimes"
 
 @contextmanager
 def served() -> Iterator[Served]:
-    with serving(Starlette(routes=pulls.runtime_routes(pulls.Runtimes(FairPool(lambda client: False))))) as one:
+    with serving(app_of(service_of([one for one in OPERATIONS if one.path == PATH], Settings()))) as one:
         yield one
 
 

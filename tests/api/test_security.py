@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from ssmd.api.http import security
 from ssmd.api.http.body import parse_object, read_body
 from ssmd.api.http.keys import Keys
-from ssmd.api.http.security import Rules, guarded
+from ssmd.api.http.security import PathRules, Rules, guarded
 from ssmd.config import Settings
 
 KEY = "correct-horse-battery"
@@ -52,7 +52,7 @@ def _app(*, api_key: str | None = None, hosts: str | None = None) -> ASGIApp:
         origins=frozenset({"https://chat.example", APP}),
         keys=Keys.of(Settings(api_key=api_key)),
         max_body_bytes=LIMIT,
-        body_limits={"/large": 10 * LIMIT},
+        paths=PathRules(frozenset({"/health"}), frozenset({"/health"}), body_limits={"/large": 10 * LIMIT}),
     )
     return guarded(routes, rules)
 

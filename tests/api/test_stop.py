@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 from daemon import soon
 from keyfile import bearer, written
+from operating import app_of, service_of
 from serving import Answer, Served, serving
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ssmd.api.http.keys import Caller, Keys, caller_of
-from ssmd.api.http.security import Rules, guarded
-from ssmd.api.own import status
+from ssmd.api.own.operations import OPERATIONS
 from ssmd.config import Settings
 from ssmd.sessions.domain import EVERYBODY
 
 TOKEN, KEY, SCREEN = "t" * 43, "correct-horse-battery", "screens-look-at-this"
-HOSTS = frozenset({"127.0.0.1", "localhost"})
 
 
 @contextmanager
@@ -33,8 +32,9 @@ def app(keys: Keys) -> Iterator[tuple[Served, list[str]]]:
         caller = caller_of(request.scope)
         return JSONResponse({"own": caller.own, "everybody": caller.domain == EVERYBODY})
 
-    routes = [*status.stop_routes(lambda: stopped.append("now")), Route("/whose", whose, methods=["GET", "POST"])]
-    with serving(guarded(routes, Rules(HOSTS, keys=keys))) as served:
+    stop = [one for one in OPERATIONS if one.path == "/ssmd/v1/stop"]
+    service = service_of(stop, Settings(), keys, end=lambda: stopped.append("now"))
+    with serving(app_of(service, Route("/whose", whose, methods=["GET", "POST"]))) as served:
         yield served, stopped
 
 

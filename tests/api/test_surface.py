@@ -14,14 +14,17 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import Daemon, daemon
 from keyfile import bearer
+from pydantic import BaseModel
 from serving import Answer
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from ssmd.api import shapes
 from ssmd.api.http.security import Security
 from ssmd.api.openai import unserved
 from ssmd.api.openapi import described
-from ssmd.api.operations import OPERATIONS, Operation
+from ssmd.api.operation import Operation
+from ssmd.api.operations import OPERATIONS
 from ssmd.app import create_app
 from ssmd.config import Settings
 
@@ -35,8 +38,8 @@ PROVOKED: dict[int, tuple[dict[str, str], str]] = {
     413: ({"content-length": str(1 << 40)}, "body_too_large"),
     415: ({"content-type": "text/plain"}, "unsupported_media_type"),
 }
-ROWS = sorted(OPERATIONS.items())
-IDS = [f"{method} {path}" for (method, path), _ in ROWS]
+ROWS = sorted(OPERATIONS, key=lambda one: (one.method, one.template))
+IDS = [f"{one.method} {one.template}" for one in ROWS]
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +66,8 @@ def test_the_document_lists_every_route_and_no_others(tiny: Daemon) -> None:
     found = set()
     for route in app._app.routes:
         assert isinstance(route, Route)
-        path = "/page/{file}" if route.path.startswith("/page/") else route.path_format
-        found |= {(method, path) for method in (route.methods or ()) if method != "HEAD"}
-    assert found == OPERATIONS.keys()
+        found |= {(method, route.path_format) for method in (route.methods or ()) if method != "HEAD"}
+    assert found == {(one.method, one.template) for one in OPERATIONS}
     paths = ask(tiny, "GET", "/openapi.json").json["paths"]
     assert {(method.upper(), path) for path, methods in paths.items() for method in methods} == found
 
@@ -82,11 +84,11 @@ def test_every_endpoint_is_a_coroutine(tiny: Daemon) -> None:
         assert inspect.iscoroutinefunction(called), f"{route.path} is answered by {one}"
 
 
-@pytest.mark.parametrize(("row", "operation"), ROWS, ids=IDS)
-def test_what_a_route_may_answer_is_what_it_answers(row: tuple[str, str], operation: Operation, tiny: Daemon) -> None:
-    method, path = row
+@pytest.mark.parametrize("operation", ROWS, ids=IDS)
+def test_what_a_route_may_answer_is_what_it_answers(operation: Operation, tiny: Daemon) -> None:
+    method, path = operation.method, operation.template
     for status, (headers, code) in PROVOKED.items():
-        if status not in operation.bad and path.endswith(("/stream", "/unload")):
+        if status not in operation.bad and (operation.endless or operation.effect):
             continue  # it would answer, and not end, or end what others here ask
         body = b"{}" if status == 415 else None
         answer = ask(tiny, method, path, body, **headers)
@@ -97,7 +99,7 @@ def test_what_a_route_may_answer_is_what_it_answers(row: tuple[str, str], operat
     if 404 in operation.bad:
         unknown = path.replace("{model}", "gpt-2").replace("{file}", "none")
         unknown += "?after=ses_none" if path.endswith("/sessions") else ""
-        answer = ask(tiny, method, unknown, _asking(row, "gpt-2"))
+        answer = ask(tiny, method, unknown, _asking(operation, "gpt-2"))
         assert (answer.status in (400, 404), answer.status in operation.bad) == (True, True), answer.body
     if operation.body is not None and not operation.body.optional:
         answer = ask(tiny, method, path, b"[]")
@@ -112,7 +114,7 @@ def test_the_root_names_what_is_served_there(tiny: Daemon) -> None:
     assert not {f"POST {path}" for path in unserved.WHY} & set(said["endpoints"])
 
 
-def _asking(row: tuple[str, str], model: str) -> Any:
+def _asking(operation: Operation, model: str) -> Any:
     """A body of a route that names a model."""
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
@@ -121,34 +123,34 @@ def _asking(row: tuple[str, str], model: str) -> Any:
         "/tokenize": {"content": "x"},
         "/detokenize": {"tokens": [1]},
     }
-    found = bodies.get(row[1])
+    found = bodies.get(operation.path)
     return found if found is None else {"model": model, **found}
 
 
-def _good(row: tuple[str, str]) -> bool:
+def _good(one: Operation) -> bool:
     """Report if a plain request succeeds: it needs no existing object, ends nothing and fetches nothing."""
-    method, path = row
-    needs = ("{session}", "{id}", "/import", "/redeem", "/stop", "/pulls", "/stream", "/unload")
-    return method != "PATCH" and (not any(part in path for part in needs) or row == ("GET", "/ssmd/v1/pulls"))
+    needs = ("{session}", "{id}", "/import", "/redeem")
+    return one.method != "PATCH" and not (any(part in one.path for part in needs) or one.effect or one.endless)
 
 
-@pytest.mark.parametrize(
-    ("row", "operation"),
-    [r for r in ROWS if _good(r[0])],
-    ids=[i for (r, _), i in zip(ROWS, IDS, strict=True) if _good(r)],
-)
-def test_what_a_route_answers_has_its_declared_shape(row: tuple[str, str], operation: Operation, tiny: Daemon) -> None:
-    answer = ask(tiny, *row, _asking(row, "llama") or ({} if row[1] in unserved.WHY else None))
-    assert answer.status == operation.good, answer.body
+GOOD = [one for one in ROWS if _good(one)]
+
+
+@pytest.mark.parametrize("operation", GOOD, ids=[f"{one.method} {one.template}" for one in GOOD])
+def test_what_a_route_answers_has_its_declared_shape(operation: Operation, tiny: Daemon) -> None:
+    body = _asking(operation, "llama") or ({} if operation.path in unserved.WHY else None)
+    answer = ask(tiny, operation.method, operation.template, body)
+    assert answer.status == operation.status, answer.body
     if isinstance(operation.answer, tuple):
         assert operation.answer == ("*/*",) or answer.headers["content-type"] in operation.answer
     else:
-        operation.answer.model_validate(answer.json, strict=True)
+        shape: type[BaseModel] = getattr(shapes, operation.answer)
+        shape.model_validate(answer.json, strict=True)
 
 
 def test_the_document_holds_together() -> None:
     """Every reference leads somewhere, and no status is there that no route may answer."""
-    document = json.loads(json.dumps(described()))
+    document = json.loads(json.dumps(described(OPERATIONS)))
     refs: list[str] = []
     walk(document, lambda one: refs.append(one["$ref"]) if isinstance(one.get("$ref"), str) else None)
     assert refs
@@ -156,10 +158,11 @@ def test_the_document_holds_together() -> None:
         at_: Any = document
         for part in ref.removeprefix("#/").split("/"):
             at_ = at_[part]
+    by_row = {(one.method, one.template): one for one in OPERATIONS}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            one = OPERATIONS[method.upper(), path]
-            assert {int(status) for status in operation["responses"]} == {one.good, *one.bad}
+            one = by_row[method.upper(), path]
+            assert {int(status) for status in operation["responses"]} == {one.status, *one.bad}
     ids = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
     assert len(ids) == len(set(ids)) == len(OPERATIONS)
 
@@ -181,14 +184,14 @@ def test_the_page_runs_nothing_and_fetches_nothing(tiny: Daemon) -> None:
     assert "<script" not in html
     assert not re.search(r"(?:src|href)=\"(?!#|/openapi\.json\")", html)
     assert re.match(r"default-src 'none'; style-src 'sha256-[^']+'; ", answer.headers["content-security-policy"])
-    for _, path in OPERATIONS:
-        assert path in html
+    for one in OPERATIONS:
+        assert one.template in html
     for anchor in re.findall(r'href="#([^"]+)"', html):
         assert f'id="{anchor}"' in html
 
 
 def test_a_start_does_not_import_what_describes_it() -> None:
-    late = ("fastapi", "ssmd.api.operations", "ssmd.api.shapes")
+    late = ("fastapi", "ssmd.api.shapes")
     code = f"import sys, ssmd.app, ssmd.server; print([m for m in {late} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "[]"

@@ -10,30 +10,29 @@ from typing import Any
 
 import pytest
 from keyfile import bearer, written
+from operating import app_of, service_of
 from serving import Answer, Served, serving
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api.generate.fair_reading import FairPool
 from ssmd.api.http.keys import (
     KEY_S,
     MOST_KEYS,
     MOST_TICKETS,
-    REDEEM,
     TICKET_S,
-    TICKETS,
     Grant,
     Grants,
     Keys,
     caller_of,
     digest_of,
 )
-from ssmd.api.http.security import Rules, guarded
-from ssmd.api.own import status, tickets
+from ssmd.api.own.operations import OPERATIONS
 from ssmd.config import Settings
 
 ALICE, BOB, SCREEN, TOKEN = "alice-has-this-one", "bob-has-this-one", "screens-look-at-this", "the-daemons-own-token"
+TICKETS = "/ssmd/v1/tickets"
+REDEEM = f"{TICKETS}/redeem"
 KEYS = f"alice {ALICE}\nbob {BOB}\nbob {SCREEN} read-only\n"
 
 
@@ -48,12 +47,9 @@ def guarding(keys: Keys) -> Iterator[Served]:
             {"name": caller.name, "sees": sees and [*sees], "read_only": caller.read_only, "own": caller.own}
         )
 
-    routes = [
-        Route("/whoami", whoami, methods=["GET", "POST"]),
-        *tickets.routes(keys, FairPool(lambda client: False)),
-        *status.stop_routes(lambda: None),
-    ]
-    with serving(guarded(routes, Rules.of(Settings(), keys))) as one:
+    wanted = [one for one in OPERATIONS if one.tag == "tickets" or one.path == "/ssmd/v1/stop"]
+    app = app_of(service_of(wanted, Settings(), keys), Route("/whoami", whoami, methods=["GET", "POST"]))
+    with serving(app) as one:
         yield one
 
 

@@ -254,6 +254,7 @@ def test_every_route_answers_of_another_as_of_none(one: Daemon) -> None:
     ]
     assert len(asked) >= 9
     assert {p for _, p in taking if "{session}" not in p} == {
+        "/page/{file:path}",
         "/v1/models/{model:path}",
         *(f"/ssmd/v1/models/{{model}}{what}" for what in ("", "/load", "/unload")),
         *(f"/ssmd/v1/requests/{{id}}/{what}" for what in ("stream", "stop")),  # tests/api/test_requests.py

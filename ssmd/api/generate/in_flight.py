@@ -1,34 +1,22 @@
-"""The answers under way, by id, and /ssmd/v1/requests, where any allowed client may follow or stop one."""
+"""The answers under way, by id."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
-
 from ssmd.api.generate.answer import Answer, ResponseInfo
 from ssmd.api.generate.delivery import Delivery
-from ssmd.api.http import sse
 from ssmd.api.http.body import brief
 from ssmd.api.http.errors import INTERNAL
-from ssmd.api.http.keys import caller_of
 from ssmd.engine.decode.generation import Generation
 from ssmd.engine.decode.several import MultiPrompt
-from ssmd.engine.request import Delta, Event, Failure, Finish, FinishReason, Request, Usage, joined
+from ssmd.engine.request import Delta, Event, Failure, Finish, FinishReason, Request, Usage
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
 
 _PREFIXES = ("chatcmpl-", "cmpl-")  # of an id as the answer has it
-
-log = logging.getLogger(__name__)
-ROOT = "/ssmd/v1/requests"
 
 
 @dataclass(eq=False)
@@ -128,84 +116,3 @@ class InFlightAnswers:
                 code="request_not_found",
             )
         return found
-
-
-def routes(under_way: InFlightAnswers, stall_s: float) -> list[Route]:
-    async def stop(request: HttpRequest) -> JSONResponse:
-        found = under_way.find(request.path_params["id"], caller_of(request.scope).domain)
-        log.info("request %s: stopped by a client", found.head.label)
-        found.stop()
-        return JSONResponse({"id": found.request.id, "object": "request.stopped"}, 202)
-
-    return [
-        Route(ROOT + "/{id}/stream", _Follow(under_way, stall_s), methods=["GET"]),
-        Route(ROOT + "/{id}/stop", stop, methods=["POST"]),
-    ]
-
-
-class _Follow:
-    """The ASGI app of an answer's second stream, for followers.
-
-    It reads the deltas that the engine keeps anyway. So no thread waits for a follower, and a slow follower gets more
-    deltas at a time.
-    """
-
-    def __init__(self, under_way: InFlightAnswers, stall_s: float) -> None:
-        self._under_way, self._stall_s = under_way, stall_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._under_way.find(scope["path_params"]["id"], caller_of(scope).domain)
-        stream = sse.EventStream(send, self._stall_s)
-        if scope["method"] == "HEAD":
-            await stream.open(found.head.headers)
-            await stream.close()
-            return
-        with found.delivery.followed() as news:
-            left = asyncio.create_task(_departure(receive, news))
-            try:
-                while found.generation is None and found.end is None and not left.done():
-                    news.clear()
-                    await news.wait()
-                if found.generation is None and isinstance(failed := found.end, Failure):
-                    raise failed.error
-                if left.done():
-                    return
-                await stream.open(found.head.headers)
-                await _follow(found, found.followed(found.head), stream, news, left)
-                await stream.close()
-            except sse.ClientStalled:
-                log.info("request %s: a follower has not read for %.0f s", found.head.label, self._stall_s)
-            finally:
-                left.cancel()
-
-
-async def _follow(
-    found: InFlightAnswer, answer: Answer, stream: sse.EventStream, news: asyncio.Event, left: asyncio.Task[None]
-) -> None:
-    """Write an answer's deltas so far and to come, until its end or until the follower leaves. Raises ClientStalled."""
-    for opening in answer.opening():
-        await stream.write(opening)
-    told = [0] * found.request.choices  # number of deltas sent, by choice
-    while not left.done():
-        news.clear()
-        end = found.end  # read before the deltas: no delta comes after the end
-        for i, deltas in enumerate(found.deltas):
-            new = deltas[told[i] :]
-            told[i] += len(new)
-            for delta in joined(new):
-                await stream.write(answer.delta(delta))
-        if isinstance(end, Finish):
-            for ending in answer.ending(end.finish_reasons, end.usage):
-                await stream.write(ending)
-            return
-        if isinstance(end, Failure):
-            await stream.write(answer.failure(end.error))
-            return
-        await news.wait()
-
-
-async def _departure(receive: Receive, news: asyncio.Event) -> None:
-    """Wait until the client is gone, then set `news`."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    news.set()

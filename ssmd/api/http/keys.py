@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 256 << 10
 MAX_KEYS = 256
 READ_ONLY = "read-only"
-TICKETS = "/ssmd/v1/tickets"
-REDEEM = f"{TICKETS}/redeem"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CALLER, _LOOK = "ssmd.caller", "ssmd.look"  # in a scope
 

@@ -31,15 +31,12 @@ from ssmd.api.http import access
 from ssmd.api.http.access import AccessLog
 from ssmd.api.http.body import brief
 from ssmd.api.http.errors import HANDLERS, error_response
-from ssmd.api.http.keys import REDEEM, TICKETS, Caller, Keys, set_caller
+from ssmd.api.http.keys import Caller, Keys, set_caller
 from ssmd.config import Settings
 from ssmd.engine.request import label
 from ssmd.engine.terms import Rejection
 
 log = logging.getLogger(__name__)
-_CLIENT_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/models"))
-OPEN_PATHS = frozenset({"/health"})
-KEYLESS_PATHS = OPEN_PATHS | {REDEEM}  # paths that need no key
 PREFLIGHT_MAX_AGE_S = 600
 DRAIN_S = 2.0
 FREE_BYTES = 64 << 10
@@ -47,9 +44,35 @@ RETRY_AFTER_S = 5
 # On every answer: browsers keep to its content-type, and no other site's page may embed it.
 _ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
 _EXPOSED = b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after"
-_READING = ("GET", "HEAD")
+READING = ("GET", "HEAD")
 _ENDING = Rejection("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
+
+
+@dataclass(frozen=True)
+class PathRules:
+    """The paths that have rules of their own, all without parameters. ssmd/api/operation.py makes them of the table."""
+
+    keyless: frozenset[str] = frozenset()  # need no key
+    linked: frozenset[str] = frozenset()  # of `keyless`: a link of another site may lead there
+    for_readers: frozenset[str] = frozenset()  # a read-only key may send any method there
+    # The methods and paths that only the daemon's own key may use: the command that does.
+    own: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    # Bytes, by path, in place of `max_body_bytes`; bodies of these paths are not held in memory.
+    body_limits: Mapping[str, int] = field(default_factory=dict)
+    any_base: frozenset[str] = frozenset()  # also found below a wrong base URL
+    any_base_below: tuple[str, ...] = ()  # the same for all paths that begin with one of these
+
+    def canonical(self, path: str) -> str:
+        """Return the path that a client with a wrong base URL means; any other path as it is.
+
+        Such are `//v1/models`, `/v1/v1/models`, `/v1/models/`, `/chat/completions`, `/api/v1/chat/completions`.
+        """
+        if path in self.any_base:
+            return path
+        means = re.sub("/{2,}", "/", path).rstrip("/")
+        means = re.sub("^(/api|/openai)?(/v1)*/", "/v1/", means)
+        return means if means in self.any_base or means.startswith(self.any_base_below) else path
 
 
 @dataclass(frozen=True)
@@ -60,26 +83,18 @@ class Rules:
     origins: frozenset[str] = frozenset()
     keys: Keys = field(default_factory=Keys)
     max_body_bytes: int = 32 << 20
-    # Bytes, by path, in place of `max_body_bytes`; bodies of these paths are not held in memory.
-    body_limits: Mapping[str, int] = field(default_factory=dict)
     bodies_bytes: int = 256 << 20  # limit of all bodies under way together that are longer than FREE_BYTES
-    open_paths: frozenset[str] = OPEN_PATHS  # paths that need no key
+    paths: PathRules = field(default_factory=PathRules)
 
     @staticmethod
-    def of(
-        settings: Settings,
-        keys: Keys,
-        body_limits: Mapping[str, int] | None = None,
-        open_paths: frozenset[str] = frozenset(),
-    ) -> Rules:
+    def of(settings: Settings, keys: Keys, paths: PathRules | None = None) -> Rules:
         return Rules(
             hosts=frozenset(settings.allowed_hosts),
             origins=frozenset(settings.allowed_origins),
             keys=keys,
             max_body_bytes=settings.max_body_bytes,
             bodies_bytes=max(256 << 20, 2 * settings.max_body_bytes),
-            body_limits=body_limits or {},
-            open_paths=OPEN_PATHS | open_paths,
+            paths=paths or PathRules(),
         )
 
 
@@ -89,18 +104,6 @@ def guarded(routes: Sequence[Route], rules: Rules, log: AccessLog | None = None)
     app.router.redirect_slashes = False
     guard = Security(app, rules)
     return guard if log is None else _LoggedApp(log, guard, routes)
-
-
-def canonical(path: str) -> str:
-    """Return the path of OpenAI's that a client with a wrong base URL means; any other path as it is.
-
-    Such are `//v1/models`, `/v1/v1/models`, `/v1/models/`, `/chat/completions`, `/api/v1/chat/completions`.
-    """
-    if path in _CLIENT_PATHS:
-        return path
-    means = re.sub("/{2,}", "/", path).rstrip("/")
-    means = re.sub("^(/api|/openai)?(/v1)*/", "/v1/", means)
-    return means if means in _CLIENT_PATHS or means.startswith("/v1/models/") else path
 
 
 class _LoggedApp:
@@ -117,7 +120,7 @@ class _LoggedApp:
 class Security:
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self._app = app
-        self._rules = rules
+        self._rules, self._paths = rules, rules.paths
         self._bodies = _Bodies(rules.bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,7 +132,7 @@ class Security:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["path"] = canonical(scope["path"])  # before the checks, which depend on it
+        scope["path"] = self._paths.canonical(scope["path"])  # before the checks, which depend on it
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
         readable = origin != "" and not self._rules.origins.isdisjoint({origin, "*"})  # by a script of that origin
@@ -137,14 +140,11 @@ class Security:
         if readable:
             identity += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
-                (
-                    b"access-control-expose-headers",
-                    b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after",
-                ),
+                (b"access-control-expose-headers", _EXPOSED),
                 (b"vary", b"origin"),
             ]
 
-        intake = _Intake(receive, headers, None if scope["path"] in self._rules.body_limits else self._bodies)
+        intake = _Intake(receive, headers, None if scope["path"] in self._paths.body_limits else self._bodies)
 
         begun = False
 
@@ -169,13 +169,14 @@ class Security:
             if readable and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 await _preflight(headers)(scope, receive, send_identified)
                 return
-            keyless = where in KEYLESS_PATHS or where in self._rules.open_paths
+            keyless = where in self._paths.keyless
             look = Caller if keyless else partial(self._rules.keys.caller, headers.get("authorization", ""))
             caller = look()
             where = label(where, caller.name)
             set_caller(scope, caller, look)
-            _check_method(scope, caller)
+            self._check_right(scope, caller)
             intake.limit = self._body_limit(scope["path"], headers)
+            self._check_own(scope, caller)
         except Rejection as err:
             challenge = {"www-authenticate": "Bearer"} if err.status == 401 else {}
             access.note(scope, code=err.code)
@@ -222,7 +223,7 @@ class Security:
 
     def _check_site(self, path: str, headers: Headers) -> None:
         """Refuse a request that a page of another origin makes a browser send. Links to open paths are allowed."""
-        followed = path in self._rules.open_paths and headers.get("sec-fetch-mode") == "navigate"
+        followed = path in self._paths.linked and headers.get("sec-fetch-mode") == "navigate"
         if headers.get("sec-fetch-site", "none") in ("none", "same-origin") or followed:
             return
         raise Rejection(
@@ -231,8 +232,25 @@ class Security:
             code="origin_not_allowed",
         )
 
+    def _check_right(self, scope: Scope, caller: Caller) -> None:
+        if caller.read_only and scope["method"] not in READING and scope["path"] not in self._paths.for_readers:
+            raise Rejection(
+                f"the key {caller.name} is read-only: it allows only {' and '.join(READING)}",
+                status=403,
+                code="read_only_key",
+            )
+
+    def _check_own(self, scope: Scope, caller: Caller) -> None:
+        command = self._paths.own.get((scope["method"], scope["path"]))
+        if command is not None and not caller.own:
+            raise Rejection(
+                f"only the user who started the daemon may do this; run `{command}` as that user",
+                status=403,
+                code="own_token_needed",
+            )
+
     def _body_limit(self, path: str, headers: Headers) -> int:
-        limit = self._rules.body_limits.get(path, self._rules.max_body_bytes)
+        limit = self._paths.body_limits.get(path, self._rules.max_body_bytes)
         declared = headers.get("content-length", "0")
         if not re.fullmatch(r"[0-9]{1,18}", declared):
             raise Rejection(f"content-length {brief(declared)} is not a size", code="invalid_content_length")
@@ -301,15 +319,6 @@ class _Intake:
                 while not self.whole:
                     message = await self._receive()
                     self.whole = message["type"] != "http.request" or not message.get("more_body", False)
-
-
-def _check_method(scope: Scope, caller: Caller) -> None:
-    if caller.read_only and scope["method"] not in _READING and scope["path"] != TICKETS:
-        raise Rejection(
-            f"the key {caller.name} is read-only: it allows only {' and '.join(_READING)}",
-            status=403,
-            code="read_only_key",
-        )
 
 
 def _too_large(limit: int) -> Rejection:

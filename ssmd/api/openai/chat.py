@@ -6,43 +6,27 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from starlette.routing import Route
-
 from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeChoice, own_usage
-from ssmd.api.generate.fair_reading import Gate
 from ssmd.api.generate.front import Front
-from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http import sse
 from ssmd.api.http.errors import error_body
 from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.openai.fields import Fields
 from ssmd.api.openai.tools import ignored_keywords, variables_of
+from ssmd.api.operation import Service
 from ssmd.engine.host.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Request, TokenLogprob, Usage
 from ssmd.engine.terms import Rejection
 
 
-def routes(
-    host: Host,
-    gate: Gate,
-    under_way: InFlightAnswers,
-    stall_s: float,
-    silence_s: float,
-    *,
-    truncate: bool = False,
-    strict: bool = False,
-) -> list[Route]:
-    """Return the endpoint, for `app.create_app`. truncate: the default of `truncation`. strict: the setting.
-
-    stall_s, silence_s: as of `Front`.
-    """
-    fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=strict)
-    front = Front(host, gate, partial(_read, host, fields, truncate), under_way, stall_s, silence_s)
-    return [Route("/v1/chat/completions", front, methods=["POST"])]
+def endpoint(on: Service) -> Front:
+    """Build the endpoint."""
+    fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=on.settings.strict)
+    return Front(on, partial(_read, on.host, fields, on.settings.truncation == "auto"))
 
 
 def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -> ParsedRequest:
-    """Read a body's fields. Raises Rejection."""
+    """Read a body's fields. truncate: the default of `truncation`. Raises Rejection."""
     fields, ignored = sorting.sort(fields)
     body = read_chat(fields)
     model = host.shelf.find(body.model)

@@ -10,23 +10,19 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
-from starlette.routing import Route
 
 from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeChoice, own_usage
-from ssmd.api.generate.fair_reading import Gate
 from ssmd.api.generate.front import Front
-from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http import sse
 from ssmd.api.http.body import WHOLE, brief, validate, whole_list
 from ssmd.api.http.errors import error_body
 from ssmd.api.openai.chat_body import MAX_N, NOT_BUILT, GenerationBody, generation, without_refused
 from ssmd.api.openai.fields import Fields, Neutral
+from ssmd.api.operation import Service
 from ssmd.engine.host.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Raw, Request, TokenLogprob, Usage
 from ssmd.engine.terms import Rejection
 from ssmd.model.defaults import Defaults
-
-PATH = "/v1/completions"
 
 MAX_PROMPTS = 64
 MAX_CHOICES = 128  # of all prompts together
@@ -55,12 +51,10 @@ _UNKNOWN_HERE = frozenset(
 )
 
 
-def routes(
-    host: Host, gate: Gate, under_way: InFlightAnswers, stall_s: float, silence_s: float, *, strict: bool = False
-) -> list[Route]:
-    """Return the endpoint, for `app.create_app`. strict: the setting. stall_s, silence_s: as of `Front`."""
-    read = partial(_read, host, Fields(CompletionBody.model_fields, REFUSED, strict=strict))
-    return [Route(PATH, Front(host, gate, read, under_way, stall_s, silence_s), methods=["POST"])]
+def endpoint(on: Service) -> Front:
+    """Build the endpoint."""
+    fields = Fields(CompletionBody.model_fields, REFUSED, strict=on.settings.strict)
+    return Front(on, partial(_read, on.host, fields))
 
 
 def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> ParsedRequest:

@@ -12,17 +12,16 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ssmd.api.generate.delivery import ClientGone, Delivery, watched
-from ssmd.api.generate.fair_reading import FairPool, client_of
+from ssmd.api.generate.fair_reading import client_of
 from ssmd.api.http.body import StrictModel, object_with, parse_object, read_body, validate, whole_list
 from ssmd.api.http.errors import IGNORED
 from ssmd.api.http.keys import caller_of
 from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.openai.fields import Fields
+from ssmd.api.operation import Service
 from ssmd.engine.engine import Engine
-from ssmd.engine.host.host import Host
 from ssmd.engine.host.loader import ModelLease
 from ssmd.engine.host.models import Model
 from ssmd.engine.terms import Rejection
@@ -49,21 +48,13 @@ class DetokenizeBody(StrictModel):
 Body = TypeVar("Body", TokenizeBody, DetokenizeBody, ChatBody)
 
 
-def routes(host: Host, pool: FairPool, *, strict: bool = False) -> list[Route]:
-    """Return the endpoints, for `app.create_app`. pool: of texts. strict: the setting."""
-    words = _Endpoints(host, pool, strict=strict)
-    return [
-        Route("/tokenize", words.tokenize, methods=["POST"]),
-        Route("/detokenize", words.detokenize, methods=["POST"]),
-        Route("/apply-template", words.apply_template, methods=["POST"]),
-    ]
+class Texts:
+    """The handlers."""
 
-
-class _Endpoints:
-    def __init__(self, host: Host, pool: FairPool, *, strict: bool) -> None:
-        self._host, self._pool = host, pool
+    def __init__(self, on: Service) -> None:
+        self._host, self._pool = on.host, on.pool
         self._fields: dict[type[StrictModel], Fields] = {
-            model: Fields(model.model_fields, NOT_BUILT if model is ChatBody else {}, strict=strict)
+            model: Fields(model.model_fields, NOT_BUILT if model is ChatBody else {}, strict=on.settings.strict)
             for model in (TokenizeBody, DetokenizeBody, ChatBody)
         }
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ssmd.engine.terms import Rejection
 
@@ -27,12 +24,6 @@ WHY = {
 }
 
 
-def routes() -> list[Route]:
-    return [Route(path, _refusal(path, why), methods=["POST"]) for path, why in WHY.items()]
-
-
-def _refusal(path: str, why: str) -> Callable[[Request], Awaitable[Response]]:
-    async def refuse(request: Request) -> Response:
-        raise Rejection(f"{path} is not served here: {why}", status=404, code=CODE)
-
-    return refuse
+async def refuse(request: Request) -> Response:
+    path = request.scope["path"]
+    raise Rejection(f"{path} is not served here: {WHY[path]}", status=404, code=CODE)

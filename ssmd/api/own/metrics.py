@@ -15,7 +15,6 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ssmd import __version__
@@ -23,12 +22,11 @@ from ssmd.api.generate.fair_reading import FairPool, client_of, shared
 from ssmd.api.http import sse
 from ssmd.api.http.body import StrictModel, validate
 from ssmd.api.http.keys import caller_of, is_in_force
+from ssmd.api.operation import Service
 from ssmd.api.own import pulls
-from ssmd.daemon.pulls import Pulls
-from ssmd.engine.host.host import DRAINING, Host
+from ssmd.engine.host.host import DRAINING
 from ssmd.engine.prometheus import Exposition
 from ssmd.sessions.domain import Domain
-from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 log = logging.getLogger(__name__)
@@ -38,51 +36,45 @@ MOST_S = 60.0  # longest interval that a client may ask for
 AGED_S = 10.0  # age at which a snapshot's percentiles have changed without any new request
 
 
-def routes(host: Host, store: Store | None, pulling: Pulls, stall_s: float, pool: FairPool) -> list[Route]:
-    """Return the endpoints. pool: of looks."""
-    exposition, started_at, counted_at = Exposition(host.metrics), time.time(), -math.inf
+class Metrics:
+    """The handlers."""
 
-    def snapshot() -> dict[str, Any]:
-        process = {"version": __version__, "pid": os.getpid(), "started_at": round(started_at, 3)}
-        return process | host.metrics.snapshot() | {"pulls": pulls.rows(pulling)}
+    def __init__(self, on: Service) -> None:
+        self._host, self._store, self._pulls, self._pool = on.host, on.store, on.pulls, on.pool
+        self._exposition = Exposition(on.host.metrics)
+        self._started_at, self._counted_at = time.time(), -math.inf
+        self.stream = _Stream(self._pulse, self._snapshot, self._refresh, on.stall_s, on.pool)
 
-    def refresh() -> None:
-        nonlocal counted_at
-        if store is None:
+    async def prometheus(self, request: Request) -> Response:
+        return Response(await self._pool.run(self._text, client_of(request)), media_type=PROMETHEUS)
+
+    async def shown(self, request: Request) -> JSONResponse:
+        def seen() -> JSONResponse:
+            self._refresh()
+            return JSONResponse(_seen_by(caller_of(request.scope).domain, self._snapshot()))
+
+        return await self._pool.run(seen, client_of(request))
+
+    def _text(self) -> bytes:
+        self._refresh()
+        return self._exposition.text()
+
+    def _pulse(self) -> tuple[object, object]:
+        state, all_else = self._host.pulse()
+        return state, (all_else, self._pulls.changes)
+
+    def _snapshot(self) -> dict[str, Any]:
+        process = {"version": __version__, "pid": os.getpid(), "started_at": round(self._started_at, 3)}
+        return process | self._host.metrics.snapshot() | {"pulls": pulls.rows(self._pulls)}
+
+    def _refresh(self) -> None:
+        if self._store is None:
             return
         with contextlib.suppress(StoreError):  # metrics are needed most when something is wrong
-            host.metrics.stored_bytes(store.bytes_stored(), store.quota)
-            if time.monotonic() - counted_at >= AGED_S:
-                counted_at = time.monotonic()
-                host.metrics.stored_sessions(*store.count())
-
-    def text() -> bytes:
-        refresh()
-        return exposition.text()
-
-    async def prometheus(request: Request) -> Response:
-        return Response(await pool.run(text, client_of(request)), media_type=PROMETHEUS)
-
-    async def shown(request: Request) -> JSONResponse:
-        def seen() -> JSONResponse:
-            refresh()
-            return JSONResponse(_seen_by(caller_of(request.scope).domain, snapshot()))
-
-        return await pool.run(seen, client_of(request))
-
-    def pulse() -> tuple[object, object]:
-        state, all_else = host.pulse()
-        return state, (all_else, pulling.changes)
-
-    return [
-        Route("/metrics", prometheus),
-        Route("/ssmd/v1/metrics", shown),
-        Route(
-            "/ssmd/v1/metrics/stream",
-            _Stream(pulse, snapshot, refresh, stall_s, pool),
-            methods=["GET"],
-        ),
-    ]
+            self._host.metrics.stored_bytes(self._store.bytes_stored(), self._store.quota)
+            if time.monotonic() - self._counted_at >= AGED_S:
+                self._counted_at = time.monotonic()
+                self._host.metrics.stored_sessions(*self._store.count())
 
 
 def _seen_by(domain: Domain, snapshot: dict[str, Any]) -> dict[str, Any]:

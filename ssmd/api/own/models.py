@@ -9,15 +9,13 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
-from ssmd.api.generate.fair_reading import FairPool, client_of
+from ssmd.api.generate.fair_reading import client_of
 from ssmd.api.http.body import StrictModel
-from ssmd.engine.host.host import Host
+from ssmd.api.operation import Service
 from ssmd.engine.host.models import Model
 from ssmd.model.artifact import MANIFEST
 
-ROOT = "/ssmd/v1/models"
 T = TypeVar("T")
 
 
@@ -27,22 +25,11 @@ class ModelChanges(StrictModel):
     pinned: bool
 
 
-def routes(host: Host, pool: FairPool) -> list[Route]:
-    """Return the endpoints. pool: of looks."""
-    models = _Models(host, pool)
-    return [
-        Route("/v1/models", models.listing),
-        Route("/v1/models/{model:path}", models.one),
-        Route(ROOT, models.rows),
-        Route(ROOT + "/{model}", models.change, methods=["PATCH"]),
-        Route(ROOT + "/{model}/load", models.load, methods=["POST"]),
-        Route(ROOT + "/{model}/unload", models.unload, methods=["POST"]),
-    ]
+class Models:
+    """The handlers."""
 
-
-class _Models:
-    def __init__(self, host: Host, pool: FairPool) -> None:
-        self._host, self._pool = host, pool
+    def __init__(self, on: Service) -> None:
+        self._host, self._pool = on.host, on.pool
 
     async def listing(self, request: Request) -> JSONResponse:
         """List a model for each name, which stands for the fastest usable runtime, and one for each of its runtimes."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 ROOT = "/page/"
 _INDEX = "index.html"
@@ -81,19 +81,19 @@ class Page:
 
     @property
     def paths(self) -> frozenset[str]:
-        """Return the paths that are served."""
-        return frozenset(self._files)
+        """Return the paths that are served, but for `/`."""
+        return frozenset(self._files) - {"/"}
 
     @property
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file, as sent."""
-        return {path: len(file.content) for path, file in self._files.items() if path != "/"}
+        return {path: len(self._files[path].content) for path in self.paths}
 
-    def routes(self) -> list[Route]:
-        async def answer(request: Request) -> Response:
-            return self._files[request.scope["path"]].answer(request)
-
-        return [Route(path, answer) for path in sorted(self._files)]
+    async def answer(self, request: Request) -> Response:
+        found = self._files.get(request.scope["path"])
+        if found is None:
+            raise HTTPException(404)
+        return found.answer(request)
 
 
 def _folder() -> Traversable:

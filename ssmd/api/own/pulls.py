@@ -14,10 +14,10 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from ssmd.api.generate.fair_reading import FairPool, client_of, shared
 from ssmd.api.http.body import StrictModel, brief
+from ssmd.api.operation import Service
 from ssmd.daemon.pulls import MOST, Pulls, TooManyPulls
 from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejection
@@ -27,7 +27,6 @@ from ssmd.refit.graphfile import StrippedGraph
 from ssmd.runtime.devices import RuntimeStatus, find
 from ssmd.runtime.info import target_for, target_of, targets
 
-ROOT = "/ssmd/v1/pulls"
 RETRY_AFTER_S = 30
 # Base models: they continue a text, were not made to answer, and have no chat template.
 _BASE = frozenset({"mamba-130m", "mamba2-130m"})
@@ -55,17 +54,21 @@ class PullBody(StrictModel):
     runtime: Annotated[str, Field(min_length=1, max_length=64)] | None = None
 
 
-def routes(host: Host, pulls: Pulls, runtimes: Runtimes, pool: FairPool) -> list[Route]:
-    """Return the endpoints of pulls and of the catalog. pool: of looks."""
+class Catalog:
+    """The handlers. Those that look at runtimes share one look (`Runtimes`)."""
 
-    async def listing(request: Request) -> JSONResponse:
-        return JSONResponse({"object": "list", "data": rows(pulls)})
+    def __init__(self, on: Service) -> None:
+        self._host, self._pulls, self._pool = on.host, on.pulls, on.pool
+        self._runtimes = Runtimes(on.pool)
 
-    async def begin(request: Request) -> JSONResponse:
-        wanted = await pool.body(request, PullBody)
-        await pool.run(partial(_check, wanted), client_of(request))
+    async def listing(self, request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": rows(self._pulls)})
+
+    async def begin(self, request: Request) -> JSONResponse:
+        wanted = await self._pool.body(request, PullBody)
+        await self._pool.run(partial(_check, wanted), client_of(request))
         try:
-            row = pulls.begin(wanted.model, wanted.runtime)
+            row = self._pulls.begin(wanted.model, wanted.runtime)
         except TooManyPulls:
             raise Rejection(
                 f"{MOST} models wait to be pulled already; try again later",
@@ -75,24 +78,21 @@ def routes(host: Host, pulls: Pulls, runtimes: Runtimes, pool: FairPool) -> list
             ) from None
         return JSONResponse(_told(row), 202)
 
-    async def cancel(request: Request) -> JSONResponse:
+    async def cancel(self, request: Request) -> JSONResponse:
         id_ = request.path_params["id"]
-        row = pulls.cancel(id_)
+        row = self._pulls.cancel(id_)
         if row is None:
             raise Rejection(f"there is no pull {brief(id_)}", status=404, code="pull_not_found")
         return JSONResponse(_told(row))
 
-    async def known(request: Request) -> JSONResponse:
-        found = await runtimes.found()
-        entries = await pool.run(partial(_catalog, host, found), client_of(request))
+    async def known(self, request: Request) -> JSONResponse:
+        found = await self._runtimes.found()
+        entries = await self._pool.run(partial(_catalog, self._host, found), client_of(request))
         return JSONResponse({"object": "list", "data": entries})
 
-    return [
-        Route(ROOT, listing, methods=["GET"]),
-        Route(ROOT, begin, methods=["POST"]),
-        Route(ROOT + "/{id}", cancel, methods=["DELETE"]),
-        Route("/ssmd/v1/catalog", known, methods=["GET"]),
-    ]
+    async def runtimes(self, request: Request) -> JSONResponse:
+        found = await self._runtimes.found()
+        return JSONResponse({"object": "list", "looked_at": self._runtimes.looked_at, "data": found})
 
 
 def rows(pulls: Pulls) -> list[dict[str, Any]]:
@@ -172,14 +172,6 @@ def _problem(runtime: str, device: str, found: list[dict[str, Any]]) -> str | No
     if one is None:
         return f"runtime {runtime} has no device {device}"
     return None if one["problem"] is None else str(one["problem"])
-
-
-def runtime_routes(runtimes: Runtimes) -> list[Route]:
-    async def answer(request: Request) -> JSONResponse:
-        found = await runtimes.found()
-        return JSONResponse({"object": "list", "looked_at": runtimes.looked_at, "data": found})
-
-    return [Route("/ssmd/v1/runtimes", answer)]
 
 
 class Runtimes:

@@ -17,13 +17,12 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 from pydantic import ConfigDict, Field, field_validator
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from ssmd.api.generate.fair_reading import FairPool, client_of
 from ssmd.api.http.body import READ_TIMEOUT_S, Id, StrictModel, brief, object_with, parse_object, read_body, validate
 from ssmd.api.http.keys import caller_of
-from ssmd.engine.host.host import Host
+from ssmd.api.operation import Service
 from ssmd.engine.terms import Rejection
 from ssmd.machine.room import SPARE_BYTES, check_room
 from ssmd.machine.size import show_size
@@ -34,8 +33,7 @@ from ssmd.sessions.rows.sessions import words_of
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Session, StoreError, Turn, UnknownSession, UnknownTurn, check_id, title_problem
 
-ROOT = "/ssmd/v1/sessions"
-BODY_LIMITS: Mapping[str, int] = {f"{ROOT}/import": 4 << 30}
+MAX_FILE_BYTES = 4 << 30  # of a session file
 Result = TypeVar("Result")
 _SCRATCH = ".transfer-"
 MAX_SEARCH = 200  # characters of a search
@@ -49,20 +47,6 @@ log = logging.getLogger(__name__)
 MOST = 16
 MOST_OF_ONE = 4
 RETRY_AFTER_S = 5
-
-
-def routes(host: Host, store: Store | None, pool: FairPool) -> list[Route]:
-    """Return the endpoints. pool: of the store."""
-    sessions = _Sessions(host, store, pool)
-    return [
-        Route(ROOT, sessions.list),
-        Route(ROOT + "/import", sessions.import_, methods=["POST"]),
-        Route(ROOT + "/{session}", sessions.get),
-        Route(ROOT + "/{session}", sessions.change, methods=["PATCH", "POST"]),
-        Route(ROOT + "/{session}", sessions.delete, methods=["DELETE"]),
-        Route(ROOT + "/{session}/export", sessions.export),
-        Route(ROOT + "/{session}/fork", sessions.fork, methods=["POST"]),
-    ]
 
 
 class ForkBody(StrictModel):
@@ -92,11 +76,14 @@ class SessionChanges(StrictModel):
         return title
 
 
-class _Sessions:
-    def __init__(self, host: Host, store: Store | None, pool: FairPool) -> None:
-        self._shelf = host.shelf
+class Sessions:
+    """The handlers."""
+
+    def __init__(self, on: Service) -> None:
+        store = on.store
+        self._shelf = on.host.shelf
         self._kept = store
-        self._pool = pool
+        self._pool = on.pool
         self._downloads = Downloads()
         # Left by a process that was killed: files that it received or was to send, or had not finished (`.tmp`).
         for left in () if store is None else store.file.parent.glob(f"*{_SCRATCH}*"):

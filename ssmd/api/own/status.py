@@ -6,19 +6,13 @@ its own user alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from ssmd import __version__
-from ssmd.api.generate.fair_reading import Gate, SharedResult
-from ssmd.api.http.keys import caller_of
-from ssmd.engine.host.host import Host
-from ssmd.engine.terms import Rejection
+from ssmd.api.operation import Endpoint, Service
 
 # For any client, also without a key, so without a path.
 _ADVICE = {
@@ -36,8 +30,9 @@ _ADVICE = {
 log = logging.getLogger(__name__)
 
 
-def routes(host: Host, gate: Gate) -> list[Route]:
-    described = SharedResult(_described, "description")
+def health(on: Service) -> Endpoint:
+    """Build the endpoint of /health."""
+    host = on.host
 
     def look() -> JSONResponse:
         draining, problem = host.draining, host.problem
@@ -55,22 +50,16 @@ def routes(host: Host, gate: Gate) -> list[Route]:
             fields |= {"reason": problem, "message": _ADVICE[problem]}
         return JSONResponse(fields, 503 if draining else 200)
 
-    async def health(request: Request) -> JSONResponse:
-        return await gate.health(look)
+    async def answer(request: Request) -> JSONResponse:
+        return await on.gate.health(look)
 
-    async def root(request: Request) -> JSONResponse:
-        return JSONResponse(await described.get(gate.looks))
-
-    return [Route("/health", health), Route("/v1", root), Route("/v1/", root)]
+    return answer
 
 
-def _described() -> dict[str, Any]:
-    from ssmd.api.operations import OPERATIONS  # which imports this module
-
-    served = [
-        (method, path) for (method, path), one in OPERATIONS.items() if path.startswith("/v1/") and one.good < 300
-    ]
-    return {
+def root(on: Service) -> Endpoint:
+    """Build the endpoint of /v1 and /v1/."""
+    served = [one for one in on.operations if one.path.startswith("/v1/") and one.path != "/v1/" and one.status < 300]
+    description = {
         "object": "ssmd",
         "name": "ssmd",
         "version": __version__,
@@ -78,24 +67,23 @@ def _described() -> dict[str, Any]:
         "page": "/",
         "docs": "/docs",
         "openapi": "/openapi.json",
-        "endpoints": [f"{method} {path}" for method, path in served if path != "/v1/"],
+        "endpoints": [f"{one.method} {one.template}" for one in served],
     }
 
+    async def answer(request: Request) -> JSONResponse:
+        return JSONResponse(description)
 
-def stop_routes(stop: Callable[[], None]) -> list[Route]:
-    """Return the one route. stop: called in the event loop after the response was sent, perhaps more than once."""
+    return answer
+
+
+def stop(on: Service) -> Endpoint:
+    """Build the endpoint that ends the daemon once its response was sent."""
 
     async def begin() -> None:
-        stop()
+        on.end()
 
     async def answer(request: Request) -> JSONResponse:
-        if not caller_of(request.scope).own:
-            raise Rejection(
-                "only the user who started the daemon may stop it; run `ssmd stop` as that user",
-                status=403,
-                code="own_token_needed",
-            )
         log.info("`ssmd stop` was called: finishing running requests")
         return JSONResponse({"status": "shutting_down"}, 202, background=BackgroundTask(begin))
 
-    return [Route("/ssmd/v1/stop", answer, methods=["POST"])]
+    return answer

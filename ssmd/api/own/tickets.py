@@ -7,11 +7,10 @@ from typing import Annotated
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
-from ssmd.api.generate.fair_reading import FairPool
 from ssmd.api.http.body import StrictModel
-from ssmd.api.http.keys import REDEEM, TICKET_S, TICKETS, Keys, caller_of
+from ssmd.api.http.keys import TICKET_S, caller_of
+from ssmd.api.operation import Endpoint, Service
 from ssmd.engine.terms import Rejection
 
 _SECRET = {"cache-control": "no-store"}
@@ -21,16 +20,23 @@ class RedeemBody(StrictModel):
     ticket: Annotated[str, Field(min_length=1, max_length=200)]
 
 
-def routes(keys: Keys, pool: FairPool) -> list[Route]:
-    """Return the two endpoints. keys: the keys in force, to which a redeemed ticket adds one. pool: of looks."""
+def make(on: Service) -> Endpoint:
+    """Build the endpoint that makes a ticket."""
 
-    async def make(request: Request) -> JSONResponse:
-        ticket = keys.ticket(caller_of(request.scope))
+    async def answer(request: Request) -> JSONResponse:
+        ticket = on.keys.ticket(caller_of(request.scope))
         return JSONResponse({"ticket": ticket, "expires_in": int(TICKET_S)}, headers=_SECRET)
 
-    async def redeem(request: Request) -> JSONResponse:
+    return answer
+
+
+def redeem(on: Service) -> Endpoint:
+    """Build the endpoint that redeems a ticket, which adds a key to those in force."""
+    pool = on.pool
+
+    async def answer(request: Request) -> JSONResponse:
         asked = await pool.body(request, RedeemBody)
-        made = keys.redeem(asked.ticket)
+        made = on.keys.redeem(asked.ticket)
         if made is None:
             raise Rejection(
                 f"unknown, used or expired ticket; tickets last {TICKET_S:.0f} s; make another",
@@ -41,4 +47,4 @@ def routes(keys: Keys, pool: FairPool) -> list[Route]:
         key, lasts_s = made
         return JSONResponse({"key": key, "expires_in": int(lasts_s)}, headers=_SECRET)
 
-    return [Route(TICKETS, make, methods=["POST"]), Route(REDEEM, redeem, methods=["POST"])]
+    return answer

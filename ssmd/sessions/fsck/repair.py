@@ -18,8 +18,8 @@ from ssmd.sessions.fsck.findings import Damage, Findings, Home, is_moment, is_te
 from ssmd.sessions.fsck.salvage import salvage
 from ssmd.sessions.rows import erasure, growth
 from ssmd.sessions.rows.faults import DamagedFile
-from ssmd.sessions.rows.holding import batches, count_again
-from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, metadata, reply, segment, session, total, turn
+from ssmd.sessions.rows.holding import batches, count_all_again
+from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, metadata, reply, segment, session, turn
 from ssmd.sessions.rows.turns import as_text, as_they_are, from_micros
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -162,7 +162,7 @@ def _mend_session(connection: Connection, found: Findings, name: str, home: Home
         made |= {k: getattr(row, k) for k, v in made.items() if _plausible(k, getattr(row, k), v)}
     head = row.head if row is not None and row.head in home.turns else newest
     made |= {"head": head, "turns": len(home.turns), "base": home.base, "root": home.root}
-    made |= {"retained": 0, "own_nbytes": None, "shared_nbytes": None}
+    made["retained"] = 0
     if row is None:
         connection.execute(insert(session).values(made))
     else:
@@ -187,10 +187,4 @@ def _sweep(connection: Connection) -> None:
             "(SELECT coalesce(sum(length(data)), 0) FROM piece WHERE piece.checkpoint = checkpoint.id)"
         )
     )
-    stored = select(func.coalesce(func.sum(checkpoint.c.recurrent_nbytes), 0)).scalar_subquery()
-    rows = select(func.coalesce(func.sum(segment.c.nbytes), 0)).scalar_subquery()
-    connection.execute(delete(total))
-    connection.execute(insert(total).values(name="checkpoints", nbytes=select(stored + rows).scalar_subquery()))
-    words = select(func.coalesce(func.sum(turn.c.nbytes), 0)).scalar_subquery()
-    connection.execute(insert(total).values(name="turns", nbytes=words))
-    count_again(connection, list(connection.scalars(select(session.c.id))))
+    count_all_again(connection)

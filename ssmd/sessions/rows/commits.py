@@ -26,7 +26,6 @@ from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.rows.holding import batches, count_again
 from ssmd.sessions.rows.parts import DamagedState, read_parts, segments_of
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint
-from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
 from ssmd.text.messages import Message
@@ -110,9 +109,7 @@ def rewrite(
     growth.rewrite(connection, turn_id, ids, text)
     session_id = connection.execute(select(turn_table.c.session).where(turn_table.c.id == turn_id)).scalar_one()
     strangers = checkpoint_rows.unlink_strangers(connection, turn_id, ids)
-    holding.count_again(
-        connection, {session_id, *holding.sole_sharers(connection, strangers, session_id)} if strangers else ()
-    )
+    holding.relink(connection, session_id, strangers)
     checkpoint_rows.sweep(connection, strangers)
     return retention.place(connection, [checkpoint], [turn_id], session_id, quota)[0]
 
@@ -224,8 +221,7 @@ def collect(
 def settle(engine: Engine, file: Path, room: DiskSpace) -> bool:
     """Count some of the sizes that sharing changed, and settle the log. Return True if more are to be counted."""
     with database.reading(engine, file) as connection:
-        unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(1)
-        some = connection.execute(unknown).first() is not None
+        some = holding.has_unknown_sizes(connection)
     counted = 0
     if some:
         with database.writing(engine, file) as connection:

@@ -1,4 +1,8 @@
-"""The checkpoints that a session holds, the KV segments they list, and how much of these other sessions hold too."""
+"""The checkpoints that a session holds, and every size that is kept: of the whole store, and of each session.
+
+No other module writes a size. A transaction reports here what it wrote, linked or removed. The store's two totals are
+always right. A session's sizes are, or are unknown (NULL) until they are needed or the store is idle.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Integer, bindparam, cast, exists, func, literal, select, update
+from sqlalchemy import Connection, Integer, bindparam, cast, delete, exists, func, insert, literal, select, update
 
 from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, total, turn, turn_checkpoint
@@ -14,6 +18,7 @@ from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.turns import is_unicode
 
 _BATCH = 500  # values in one statement
+_COUNT_AT_ONCE = 4  # turns up to which a session is counted within its commit
 _CHECKPOINTS, _TURNS_TOTAL = "checkpoints", "turns"
 Value = TypeVar("Value", int, str)
 
@@ -105,6 +110,14 @@ _TOTAL = select(cast(total.c.nbytes, Integer)).where(total.c.name == bindparam("
 _ADDED = update(total).where(total.c.name == bindparam("of")).values(nbytes=total.c.nbytes + bindparam("more"))
 _SIZED = update(session_table).where(_s.id == _SESSION)
 _SIZED = _SIZED.values(own_nbytes=bindparam("own"), shared_nbytes=bindparam("shared"))
+_GROWN = (
+    update(session_table)
+    .where(_s.id == _SESSION)
+    .values(retained=bindparam("left"), own_nbytes=_s.own_nbytes + bindparam("fresh"))
+)
+_LINKED_ELSEWHERE = exists().where(_link.checkpoint == _c.id, _link.turn.not_in(bindparam("turns", expanding=True)))
+_ONLY_OF = select(func.sum(_c.recurrent_nbytes + _c.rows_nbytes)).where(_c.id.in_(_SOME), ~_LINKED_ELSEWHERE)
+_UNKNOWN = select(_s.id).where(_s.own_nbytes.is_(None))
 _UNSIZED = update(session_table).where(_s.id.in_(_SOME)).values(own_nbytes=None, shared_nbytes=None)
 _SHARER = (
     select(_t.session)
@@ -225,7 +238,44 @@ def count_again(connection: Connection, sessions: Collection[str]) -> None:
         connection.execute(_UNSIZED, {"some": some})
 
 
-def sole_sharers(connection: Connection, checkpoints: Sequence[int], session_id: str) -> set[str]:
+def relink(connection: Connection, session_id: str, checkpoints: Collection[int]) -> None:
+    """Forget the sizes that a session's links to these checkpoints change, before or after they are made or removed.
+
+    These are its own, and those of the sessions that share a checkpoint with it alone.
+    """
+    if checkpoints:
+        count_again(connection, {session_id, *_sole_sharers(connection, sorted(set(checkpoints)), session_id)})
+
+
+def grow(
+    connection: Connection,
+    session_id: str,
+    *,
+    turns: int,
+    new_turns: Sequence[str],
+    nbytes: int,
+    ahead: Collection[int],
+    shared: Collection[int],
+    retained: int,
+) -> None:
+    """Add checkpoints that were linked to a session to its sizes, and write its `retained`.
+
+    turns: number of turns that it has. new_turns: ids of those that link. nbytes: written for it now. ahead: ids of
+    checkpoints that may have been written before, for these turns alone. shared: ids that it may share from now on.
+    """
+    written = (connection.scalar(_ONLY_OF, {"some": sorted(ahead), "turns": new_turns}) or 0) if ahead else 0
+    connection.execute(_GROWN, {"session": session_id, "left": retained, "fresh": nbytes + written})
+    numbers = sorted(shared)
+    if not shared_among(connection, numbers, session_id):
+        return
+    if turns <= _COUNT_AT_ONCE:
+        count_again(connection, _sole_sharers(connection, numbers, session_id))
+        write_sizes(connection, session_id)
+    else:
+        relink(connection, session_id, numbers)
+
+
+def _sole_sharers(connection: Connection, checkpoints: Sequence[int], session_id: str) -> set[str]:
     """Return the other sessions that are alone in sharing one of these checkpoints with this one.
 
     A link of this session changes their sizes. Where three sessions share, it changes none.
@@ -241,10 +291,25 @@ def sole_sharers(connection: Connection, checkpoints: Sequence[int], session_id:
     return found
 
 
+def has_unknown_sizes(connection: Connection) -> bool:
+    """Return True if the sizes of a session are to be counted."""
+    return connection.execute(_UNKNOWN.limit(1)).first() is not None
+
+
+def count_all_again(connection: Connection) -> None:
+    """Count the store's totals from its rows, after a repair, and forget the sizes of all sessions."""
+    stored = select(func.coalesce(func.sum(_c.recurrent_nbytes), 0)).scalar_subquery()
+    rows = select(func.coalesce(func.sum(segment.c.nbytes), 0)).scalar_subquery()
+    words = select(func.coalesce(func.sum(_t.nbytes), 0)).scalar_subquery()
+    connection.execute(delete(total))
+    for name, nbytes in ((_CHECKPOINTS, select(stored + rows).scalar_subquery()), (_TURNS_TOTAL, words)):
+        connection.execute(insert(total).values(name=name, nbytes=nbytes))
+    count_again(connection, list(connection.scalars(select(_s.id))))
+
+
 def count_sizes(connection: Connection, *, at_most: int) -> int:
     """Count and store the unknown sizes of at most `at_most` sessions. Return how many there were."""
-    unknown = select(session_table.c.id).where(session_table.c.own_nbytes.is_(None)).limit(at_most)
-    sessions = list(connection.scalars(unknown))
+    sessions = list(connection.scalars(_UNKNOWN.limit(at_most)))
     for session_id in sessions:
         write_sizes(connection, session_id)
     return len(sessions)

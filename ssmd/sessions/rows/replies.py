@@ -134,7 +134,7 @@ def replace_turns(connection: Connection, session_id: str, turns: Sequence[str])
     connection.execute(delete(turn_table).where(t.id.in_(gone)))
     left = select(func.count()).where(tree.belongs(session_id)).scalar_subquery()
     connection.execute(update(session_table).where(session_table.c.id == session_id).values(turns=left))
-    holding.count_again(connection, {session_id, *holding.sole_sharers(connection, sorted(set(linked)), session_id)})
+    holding.relink(connection, session_id, linked)
     checkpoint_rows.sweep(connection, linked)
     return True
 

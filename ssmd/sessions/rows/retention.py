@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection, bindparam, delete, exists, func, select, update
+from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import tree
@@ -22,11 +22,10 @@ from ssmd.sessions.rows.holding import (
     add_stored_bytes,
     batches,
     count_again,
+    grow,
     read_holding,
-    shared_among,
-    sole_sharers,
+    relink,
     stored_bytes,
-    write_sizes,
 )
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
@@ -34,21 +33,9 @@ from ssmd.sessions.rows.schema import session as session_table
 EVERYTHING, THINNED, NOTHING = 0, 1, 2  # session.retained: what retention has left of it since its last turn
 PART_BYTES = 256 << 20  # bytes that a collection frees in one transaction: as much goes through the log
 _AHEAD, _MOST_AHEAD = 1 / 16, 32 << 20  # share of the quota, and bytes, that a commit thins out beyond its need
-_COUNT_AT_ONCE = 4  # turns up to which a session is counted within its commit
 # Built once: putting a statement together takes longer than running it.
 _s = session_table.c
-_OTHERS = exists().where(
-    turn_checkpoint.c.checkpoint == checkpoint.c.id, turn_checkpoint.c.turn.not_in(bindparam("turns", expanding=True))
-)
-_ONLY_OF = select(func.sum(checkpoint.c.recurrent_nbytes + checkpoint.c.rows_nbytes)).where(
-    checkpoint.c.id.in_(bindparam("there", expanding=True)), ~_OTHERS
-)
 _NUMBER_OF_TURNS = select(_s.turns).where(_s.id == bindparam("session"))
-_GROWN = (
-    update(session_table)
-    .where(_s.id == bindparam("session"))
-    .values(retained=bindparam("left"), own_nbytes=_s.own_nbytes + bindparam("fresh"))
-)
 
 NEWEST = 2  # turns at the end of every path that keep all their checkpoints
 
@@ -169,8 +156,8 @@ def _take(
     if ledger.gone:
         _unlink(connection, session_id, ledger.gone)
         # Not subtracted: the freed bytes may have been another session's too when they were counted.
-        shared = [held.id for held in ledger.gone if held.shared]
-        count_again(connection, {session_id, *sole_sharers(connection, shared, session_id)})
+        count_again(connection, {session_id})
+        relink(connection, session_id, [held.id for held in ledger.gone if held.shared])
     freed.add(session_id, ledger)
     if enough or (level == THINNED and any(held.id in keep for held in holding.checkpoints)):
         return False
@@ -269,13 +256,6 @@ def _try_to_make_room(connection: Connection, needed: int, keep: Collection[int]
     return True
 
 
-def _adopted(connection: Connection, placed: Sequence[CheckpointResult], turns: Sequence[str]) -> int:
-    """Count the bytes of checkpoints that were written ahead, for these turns."""
-    fresh = {p.id for p in placed if not p.was_there}
-    there = [p.id for p in placed if p.was_there and p.id is not None and p.id not in fresh]
-    return (connection.scalar(_ONLY_OF, {"there": there, "turns": turns}) or 0) if there else 0
-
-
 def _book(
     connection: Connection,
     session_id: str,
@@ -284,21 +264,18 @@ def _book(
     linked_turns: Sequence[str],
 ) -> None:
     """Note that the session grew: it has checkpoints to give again, and other sizes."""
-    fresh = sum(p.nbytes for p in placed) + _adopted(connection, placed, linked_turns)
     (turns,) = connection.execute(_NUMBER_OF_TURNS, {"session": session_id}).one()
-    left = EVERYTHING if turns > NEWEST else THINNED  # so few turns are not thinned
-    connection.execute(_GROWN, {"session": session_id, "left": left, "fresh": fresh})
-    linked = {enc.parent for enc in new if isinstance(enc.parent, int)}
-    linked |= {p.id for p in placed if p.was_there and p.id is not None}
-    numbers = sorted(linked)
-    if not shared_among(connection, numbers, session_id):
-        return
-    others = sole_sharers(connection, numbers, session_id)
-    if turns <= _COUNT_AT_ONCE:
-        count_again(connection, others)
-        write_sizes(connection, session_id)
-    else:
-        count_again(connection, {session_id, *others})
+    there = {p.id for p in placed if p.was_there and p.id is not None}
+    grow(
+        connection,
+        session_id,
+        turns=turns,
+        new_turns=linked_turns,
+        nbytes=sum(p.nbytes for p in placed),
+        ahead=there - {p.id for p in placed if not p.was_there},
+        shared=there | {enc.parent for enc in new if isinstance(enc.parent, int)},
+        retained=EVERYTHING if turns > NEWEST else THINNED,  # so few turns are not thinned
+    )
 
 
 def _squeeze(

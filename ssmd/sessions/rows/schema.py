@@ -57,8 +57,10 @@ session = Table(
     # A fork: the turn it begins at, and the first one above that; tree.py keeps them. Else NULL.
     Column("base", String(64), index=True),
     Column("root", String(64), index=True),
-    Column("own_nbytes", BigInteger),  # of its checkpoints: bytes that no other session needs; NULL: to be counted
-    Column("shared_nbytes", BigInteger),  # of its checkpoints: bytes that other sessions need too
+    # Sizes of its checkpoints, which holding.py keeps: bytes that no other session needs, and those that others need
+    # too. NULL: to be counted.
+    Column("own_nbytes", BigInteger, default=0),
+    Column("shared_nbytes", BigInteger, default=0),
     Column("retained", Integer, nullable=False, server_default=text("0")),  # retention.EVERYTHING, THINNED or NOTHING
     Index("ix_session_pinned_retained_last_used_at", "pinned", "retained", "last_used_at"),
     Index("ix_session_owner_last_used_at", "owner", "last_used_at"),

@@ -250,8 +250,6 @@ def insert_session(
         "pinned": info.pinned,
         "imported": info.imported or "",
         "owner": info.owner,
-        "own_nbytes": 0,
-        "shared_nbytes": 0,
     }
     connection.execute(_NEW, row)
 
@@ -285,7 +283,7 @@ def remove_session(connection: Connection, session_id: str, domain: Domain) -> N
     reply_rows.forget(connection, mine)  # also of turns that stay: a reply has text of choices that are removed
     retention.reopen(connection, tree.hand_over(connection, session_id))
     linked = checkpoint_rows.linked_to(connection, mine)
-    holding.count_again(connection, holding.sole_sharers(connection, sorted(set(linked)), session_id))
+    holding.relink(connection, session_id, linked)
     # First unlink children from their parents: SQLite follows a chain of 1,000 cascades, and then fails.
     holding.add_turn_bytes(connection, -holding.nbytes_of_turns(connection, turn.c.session == session_id))
     connection.execute(update(turn).where(turn.c.session == session_id).values(parent=None))

@@ -71,8 +71,6 @@ def insert_fork(connection: Connection, origin: Any, turn_id: str, owner: str, n
         "owner": owner or origin.owner,
         "base": turn_id,
         "root": connection.execute(root).scalar_one(),
-        "own_nbytes": 0,
-        "shared_nbytes": 0,
     }
     connection.execute(insert(session_table).values(fork))
     return str(fork["id"])

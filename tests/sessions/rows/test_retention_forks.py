@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keeping import ATTENTION, FED, HYBRID, LINEAGE, RECURRENT, Chat, assert_same, grown, new_store, state_of, user
@@ -108,6 +110,14 @@ class TestPinnedForks:
         assert store.bytes_stored() > 0
         assert store.session(fork.id).own_nbytes == store.bytes_stored()
         assert store.collect(0).left == 0
+
+
+def test_one_module_writes_all_sizes() -> None:
+    """Totals and sessions' sizes. A backup's copy, which has no states, is written by another program's statements."""
+    writes = re.compile(r"""(own|shared)_nbytes(\s*=[^=]|":)|(update|insert|delete)\(total\)|INTO total""")
+    folder = ROOT / "ssmd" / "sessions"
+    found = {str(f.relative_to(folder)) for f in folder.rglob("*.py") if writes.search(f.read_text("utf-8"))}
+    assert found == {"rows/holding.py", "files/backup.py"}
 
 
 def test_many_forks_are_listed_without_being_counted(store: Store) -> None:
