@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ssmd.engine.decode.generation import Then
 from ssmd.engine.metrics import Metrics
-from ssmd.machine.memory import trim
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.line import Line, Passage
@@ -202,7 +201,6 @@ class Writer:
         self._ahead: Counter[int] = Counter()  # checkpoint ids, by how many turns may still link them
         self._swept = -LOOK_S  # monotonic s of the last sweep
         self._unsettled = True  # the last process may have left work undone
-        self._garbage = False  # memory to give back
         self._logged = 0  # bytes of states that stand in the log
         self._pace = Pace()
         self._noticed = ""  # the fault that the last look found
@@ -292,7 +290,7 @@ class Writer:
                 raise
             finally:
                 if standing.text:
-                    self._unsettled = self._garbage = True
+                    self._unsettled = True
             if heard:
                 self._metrics.healed("turns", len(heard))
             self._logged += done.nbytes
@@ -398,7 +396,6 @@ class Writer:
                 log.warning("the state of a prompt is not kept: %s", err)
             finally:
                 tell()
-            self._garbage = True
             self._metrics.stored_bytes(self.store.bytes_stored(), self.store.quota)
 
         timer = threading.Timer(COMMIT_PATIENCE_S, tell)
@@ -510,9 +507,6 @@ class Writer:
         """Move commits from the log into the database file, and do owed work, while no work is queued."""
         self._unsettled = False
         self._logged = 0
-        if self._garbage:  # only now: to take memory again costs as much as to write it
-            self._garbage = False
-            trim()
         try:
             if time.monotonic() - self._swept >= LOOK_S:
                 self._swept = time.monotonic()
