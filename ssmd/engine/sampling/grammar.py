@@ -78,7 +78,7 @@ _ENDLESS = re.compile(r"[*+~\\]|,\s*\}|x-guidance|%regex")
 _ONE_BY_ONE = '\n%llguidance {"no_forcing": true}\n'  # the last option counts
 _RULE = re.compile(r"[\w\]}]\s*:")
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//.*')  # texts, patterns and comments of Lark
-_SCHEMA = re.compile(r"%json\s*(?=[{\[\"])")
+_QUOTED_OR_SCHEMA = re.compile(rf"{_QUOTED.pattern}|(%json\s*(?=[{{\[\"]))")
 
 
 class Grammars:
@@ -553,18 +553,45 @@ def _levels(value: Any) -> int:
     return levels
 
 
-def check_lark(text: str, param: str) -> None:
-    """Raise Rejection if reading a grammar would take long or a deep stack. param: of the request."""
+def enforceable_lark(text: str, param: str) -> tuple[str, tuple[str, ...]]:
+    """Return a grammar whose schemas (%json) are as llguidance can enforce them, and the paths of ignored keywords.
+
+    param: of the request. Raises Rejection, also if reading the grammar would take long or a deep stack.
+    """
     if len(text.encode()) > MAX_LARK_BYTES or len(_RULE.findall(text)) > MAX_RULES:
         raise _wrong(param, f"is too large: {MAX_LARK_BYTES} bytes and {MAX_RULES} rules are possible in Lark")
     if (meeting := _QUOTED.sub("", text).count("&")) > MAX_MEETING:
         raise _wrong(param, f"has {meeting} intersections (&), at most {MAX_MEETING} are possible")
-    for found in _SCHEMA.finditer(text):
+    parts, ignored, count, at = list[str](), list[str](), 0, 0
+    while found := _QUOTED_OR_SCHEMA.search(text, at):
+        parts.append(text[at : found.end()])
+        at = found.end()
+        if found[1] is None:
+            continue
         try:
-            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+            schema, at = _JSON.raw_decode(text, at)
         except (ValueError, RecursionError):
             raise _wrong(param, "has a schema (%json) that is not JSON") from None
-        check_size(schema, param)
+        where = f"{param}.%json[{count}]"
+        count += 1
+        check_size(schema, where)
+        if isinstance(schema, dict):
+            options = {key: schema.pop(key) for key in ("x-guidance",) if key in schema}  # llguidance's own keyword
+            one = enforced(schema, where)
+            ignored += (where + way for way in one.ignored)
+            schema = {**one.schema, **options}
+        parts.append(json.dumps(schema, ensure_ascii=False))
+    return "".join([*parts, text[at:]]), tuple(ignored)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is beyond the range of floats")
+    return value
+
+
+_JSON = json.JSONDecoder(parse_float=_number, parse_constant=_number)
 
 
 def held(text: str) -> str:
