@@ -150,8 +150,12 @@ class Loader:
         return max(_SOON_S, min(due)) if due else None
 
     def _trim(self) -> None:
-        """Return freed memory to the system when it is time."""
+        """Return freed memory to the system when it is time.
+
+        Python's collector looks at the number of its objects only, and one of them may hold megabytes of a library.
+        """
         if self._trims.due(time.monotonic(), time.process_time(), lambda: memory.resident() or 0):
+            gc.collect()
             memory.trim()
             self._trims.trimmed(time.monotonic(), time.process_time(), memory.resident() or 0)
 

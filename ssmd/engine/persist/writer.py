@@ -56,7 +56,7 @@ class _CommitStatus(Patience):
         self._began: float | None = None  # monotonic s when it began to write states, with the database's lock
         self.text = False  # the text is durable
         self.late = False  # its client has waited for the state long enough
-        self._timer = self._after(COMMIT_PATIENCE_S, self._hurry)
+        self._over = self._after(COMMIT_PATIENCE_S, self._hurry)  # set: its patience does not end any more
 
     @property
     def waited_s(self) -> float:
@@ -110,7 +110,7 @@ class _CommitStatus(Patience):
         with self._lock:
             first, self._told = not self._told, True
             self.text |= stored
-        self._timer.cancel()
+        self._over.set()
         if err is not None and (first or not isinstance(err, StoreTimeout)):
             self._lost(err, first and not stored)
         if first:
@@ -122,7 +122,7 @@ class _CommitStatus(Patience):
         with self._lock:
             self.late = True
             if not self.text and not self._told:
-                self._timer = self._after(TEXT_PATIENCE_S - COMMIT_PATIENCE_S, self._give_up)
+                self._over = self._after(TEXT_PATIENCE_S - COMMIT_PATIENCE_S, self._give_up)
             text_alone = self.text and not self._sure
         if text_alone:
             self.end(True, err=_late())
@@ -136,11 +136,12 @@ class _CommitStatus(Patience):
         self._lost(StoreTimeout(f"the store took more than {TEXT_PATIENCE_S:.0f} s"), True)
         self._then(False, False)
 
-    def _after(self, seconds: float, work: Callable[[], None]) -> threading.Timer:
+    def _after(self, seconds: float, work: Callable[[], None]) -> threading.Event:
+        """Start a timer. Return the event that stops it: the timer itself refers to this object, and to its turn."""
         timer = threading.Timer(seconds, work)
         timer.daemon = True
         timer.start()
-        return timer
+        return timer.finished
 
 
 def _late() -> StoreTimeout:
@@ -379,7 +380,7 @@ class Writer:
 
         def tell() -> None:
             if told.acquire(blocking=False):
-                timer.cancel()
+                over.set()
                 then()
 
         def work() -> None:
@@ -399,6 +400,7 @@ class Writer:
             self._metrics.stored_bytes(self.store.bytes_stored(), self.store.quota)
 
         timer = threading.Timer(COMMIT_PATIENCE_S, tell)
+        over = timer.finished  # not the timer, which refers to `tell`
         timer.daemon = True
         timer.start()
         self._work.put(work)
