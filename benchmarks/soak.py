@@ -3,10 +3,10 @@
     benchmarks/soak.py [MODEL] [--load mixed|costly] [--minutes 60] [--rounds 1] [--idle 0] [--clients 6] [--seed S]
                        [--every 60] [--trace] [--keep DIR]
 
-MODEL: an artifact's name or path, default smollm2. Of the mixed load the clients chat, go on, go away, repeat requests,
-ask for shapes, new grammars and tools, send what is refused, and list, rename, export and remove sessions. The costly
-load is grammars near the limits of a trial, each a new one, and long prompts that are left. The quota is reached early,
-so that states are replaced all the time. A round is --minutes of load, then --idle minutes without a request.
+MODEL: an artifact's name or path, default smollm2. In the mixed load clients chat, go on, go away, repeat requests, and
+ask for shapes, new grammars and tools. They send what is refused, and list, rename, export and remove sessions. The
+costly load is grammars near the limits of a trial, each a new one, and long prompts that are left. The quota is reached
+early, so that states are replaced all the time. A round is --minutes of load, then --idle minutes without a request.
 
 Every --every seconds the daemon's figures are printed: resident memory (anonymous and of files), and of glibc's
 allocator what it has of the system, what of it is free, and its arenas. Below the table stand the objects of ssmd's

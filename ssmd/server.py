@@ -145,7 +145,7 @@ def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or `ssmd stop`. Raises the errors of `open_host`, ServerError and DaemonError.
 
-    While the first models load, requests for them wait, and /health reports the load. A signal ends the process at once.
+    While the first models load, requests for them wait, and /health reports the load. A signal then ends the process.
     run: the command line, up to the model's name, that reaches this daemon from a terminal. browse: open the page once
     the daemon is ready.
     """

@@ -62,7 +62,10 @@ class TrimSchedule:
         self.trimmed(now, worked, nbytes)
 
     def due(self, now: float, worked: float, nbytes: Callable[[], int]) -> bool:
-        """Return True if it is time to trim; then the caller trims, and calls `trimmed`. nbytes: returns those resident."""
+        """Return True if it is time to trim; then the caller trims, and calls `trimmed`.
+
+        nbytes: returns the resident bytes, which costs the read of a file.
+        """
         before, spent = self._seen
         if worked - self._work < self.WORK_S or now - before < self.LOOK_S:
             return False

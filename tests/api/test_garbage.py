@@ -1,4 +1,4 @@
-"""What a request held is free at its end. Python's collector may come late: it does not see the memory of libraries."""
+"""A request frees its objects at its end. Python's collector may come late: it does not see the memory of libraries."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def held() -> Counter[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_leaves_nothing_for_the_collector(
-    kind: str, one: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_leaves_nothing_for_the_collector(kind: str, one: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     gc.disable()
     monkeypatch.setattr(gc, "collect", lambda: 0)  # the loader calls it when the daemon rests

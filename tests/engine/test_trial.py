@@ -355,7 +355,7 @@ def test_kept_grammars_are_bounded_by_their_memory(read: Grammars, monkeypatch: 
 def test_grammars_in_use_are_bounded_by_their_memory(read: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "MOST_BYTES", 3 * kept.LEAST_BYTES)
     used = [read.read(of_choice([str(i)], "guided_choice")) for i in range(3)]
-    with pytest.raises(Rejection, match="grammars of other answers take 3.0 MB of memory") as caught:
+    with pytest.raises(Rejection, match=r"grammars of other answers take 3\.0 MB of memory") as caught:
         read.read(of_choice(["x"], "guided_choice"))
     refused = caught.value
     assert (refused.status, refused.code, refused.retry_after_s) == (503, "queue_full", kept.RETRY_AFTER_S)

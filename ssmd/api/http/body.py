@@ -93,7 +93,8 @@ def parse_object(raw: bytes, go_on: Callable[[], None] = lambda: None) -> dict[s
     except ValueError as err:
         param = _place_of_surrogate(raw, str(err))
         said = f"the text in {param} is not Unicode: {err}" if param else str(err)
-        raise Rejection(f"the request body is not valid JSON: {said}", code="invalid_json", param=param or None) from None
+        said = f"the request body is not valid JSON: {said}"
+        raise Rejection(said, code="invalid_json", param=param or None) from None
     if not isinstance(value, dict):
         raise Rejection("the request body is not a JSON object", code="invalid_json")
     if (param := _place_of_infinity(value)) is not None:

@@ -65,9 +65,10 @@ class KeptGuides:
                 break
             del self._guides[grammar]
         if self._used and self.used + nbytes > MOST_BYTES:
-            said = f"the grammars of other answers take {show_size(self.used)} of memory, and this one {show_size(nbytes)}"
+            said = f"the grammars of other answers take {show_size(self.used)} of memory"
             raise Rejection(
-                f"{said}: too many requests. Please try again in {RETRY_AFTER_S} seconds.",
+                f"{said}, and this one {show_size(nbytes)}: too many requests. "
+                f"Please try again in {RETRY_AFTER_S} seconds.",
                 status=503,
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
