@@ -33,6 +33,7 @@ from ssmd.sessions.turn import (
     without,
 )
 from ssmd.text.messages import Message
+from ssmd.text.telling import MAX_KEPT_CHARS
 from ssmd.text.template import Template, TemplateInput
 from ssmd.text.tokenizer import Tokenizer
 
@@ -269,7 +270,8 @@ class Planner:
             return 0
         head = request.messages[: system_prompt(request.messages)]
         clock = now if self._renderer.tells_time else None
-        beginning, tokens = self._beginning(head, request.given, clock, request.domain.owner)
+        render = self._beginning if len(request.given.text) <= MAX_KEPT_CHARS else self._render_beginning
+        beginning, tokens = render(head, request.given, clock, request.domain.owner)
         fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(shown.ids) - 1 and shown.text.own.startswith(beginning)
         return len(tokens) if fits and np.array_equal(shown.ids.own[: len(tokens)], tokens.own) else 0
 
