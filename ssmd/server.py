@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from email.utils import formatdate
 from functools import partial
-from importlib import import_module
 from types import FrameType
 
 import uvicorn
@@ -32,7 +32,7 @@ from ssmd.daemon.discovery import Address
 from ssmd.daemon.home import moved_in
 from ssmd.daemon.logfile import OneLine
 from ssmd.engine.host.host import Host
-from ssmd.engine.host.opening import close_host, open_host
+from ssmd.engine.host.opening import close_host, start_host
 from ssmd.machine import hosts, signals
 from ssmd.machine.confinement import forbid_core_dumps
 from ssmd.machine.descriptors import raise_limit
@@ -145,6 +145,7 @@ def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or `ssmd stop`. Raises the errors of `open_host`, ServerError and DaemonError.
 
+    While the first models load, requests for them wait, and /health reports the load. A signal then ends the process.
     run: the command line, up to the model's name, that reaches this daemon from a terminal. browse: open the page once
     the daemon is ready.
     """
@@ -166,15 +167,14 @@ def serve(
             settings.prepare()
             home = leaving.enter_context(moved_in(settings.data_dir))
         sockets, place = listen(settings)  # after the log file is open, as stderr may be unread
-        threading.Thread(target=import_module, args=("ssmd.app",), name="ssmd-app", daemon=True).start()
-        host = open_host(settings, model, keep=keep, lazy=True)
+        host, first = start_host(settings, model, keep=keep, lazy=True)
     except BaseException:
         leaving.__exit__(*sys.exc_info())
         for one in sockets:
             one.close()
         raise
 
-    from ssmd.app import create_app  # the thread above has imported it meanwhile
+    from ssmd.app import create_app  # it takes half a second, while the first model loads
 
     async def look() -> None:
         if home is not None:
@@ -199,6 +199,7 @@ def serve(
     def ready() -> None:
         gc.enable()
         gc.freeze()  # all objects so far stay; collecting them takes 70 ms, and stops decoding
+        hangup.end = server.drain
         host.ready()
         said = f"ssmd {__version__} serves {_served(host, model)} at {place}"
         url = discovery.url_of(sockets) if settings.socket is None else None
@@ -209,19 +210,20 @@ def serve(
         if browse and url is not None:
             threading.Thread(target=_open_page, args=(f"{url}/",), name="ssmd-browser", daemon=True).start()
 
-    server = _Server(config, host, ready)
-    hangup.end = server.drain
+    server = _Server(config, host, first, ready)
     if host.writer is not None and settings.api_keys_file is not None:
         writer = host.writer
         hangup.changed = lambda: writer.drop_sealed_of_others({"", *keys.names})
         hangup.changed()  # a key may have gone while no daemon ran
     try:
         server.run(sockets=sockets)
+        if server.failure is not None:
+            raise server.failure
     finally:
         if access is not None:
             access.close()
         close_host(host)
-        leaving.close()
+        leaving.__exit__(*sys.exc_info())
 
 
 def _served(host: Host, model: str | None) -> str:
@@ -313,12 +315,17 @@ def start_logging(level: str) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Drains at a signal: running requests finish, new ones get 503. A second signal ends the process at once."""
+    """Drains at a signal: running requests finish, new ones get 503. A second signal ends the process at once.
 
-    def __init__(self, config: uvicorn.Config, host: Host, ready: Callable[[], None]) -> None:
+    So does the first one while the first models load. failure: the error of that load, which ended the server.
+    """
+
+    def __init__(self, config: uvicorn.Config, host: Host, first: Future[None], ready: Callable[[], None]) -> None:
+        """first: the load of the first models. ready: called in the event loop once they are loaded."""
         super().__init__(config)
+        self.failure: BaseException | None = None
         self._host = host
-        self._ready = ready
+        self._first, self._ready = first, ready
         self._draining = False
         self._woken = asyncio.Event()
         self._wake: Callable[[], object] = lambda: None
@@ -345,10 +352,28 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         connections.hold(sockets or ())
-        self._ready()
+        loop = asyncio.get_running_loop()
+
+        def loaded(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the server ended meanwhile
+                loop.call_soon_threadsafe(self._loaded)
+
+        self._first.add_done_callback(loaded)
+
+    def _loaded(self) -> None:
+        """Become ready, or end with the error of the load."""
+        if self._draining:
+            return
+        try:
+            self._first.result()
+            self._ready()
+        except BaseException as err:
+            self.failure = err
+            self.should_exit = True
+            self._wake()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._draining:
+        if self._draining or not self._first.done():
             os._exit(128 + sig)
         notice = (
             f"{signal.Signals(sig).name}: finishing requests, at most {GRACE_S:.0f} s; a second one stops at once\n"

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import Any
 import commands
 import pytest
 from conftest import TinyArtifacts
+from daemon import soon
+from mirror import free_port
 from noted import note_all
 from openai_client import openai
 from serving import Served
@@ -350,6 +353,57 @@ def _stuck_at_the_end(artifact: Path, tmp_path: Path, lines: str, words: str = "
         finally:
             process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@contextmanager
+def loading(artifact: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Served, Path]]:
+    """A daemon whose first load waits until a file is there."""
+    port, go_on = free_port(), tmp_path / "go on"
+    waits = (
+        "import os, time; from ssmd.engine.host import opening; load = opening.load\n"
+        "def late(*a, **k):\n"
+        f"    while not os.path.exists({str(go_on)!r}): time.sleep(0.02)\n"
+        "    return load(*a, **k)\n"
+        "opening.load = late\n"
+    )
+    process = start(tmp_path, str(artifact), "--port", str(port), before=waits)
+    try:
+        served = Served(port)
+
+        def answers() -> bool:
+            with suppress(OSError):
+                return bool(json.loads(served.ask("GET", "/health").body)["loading"])
+            return False
+
+        soon(answers, within_s=60)
+        yield process, served, go_on
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_health_reports_the_first_load(artifact: Path, tmp_path: Path) -> None:
+    with loading(artifact, tmp_path) as (process, served, go_on):
+        soon(lambda: json.loads(served.ask("GET", "/health").body)["loading"][0]["stage"] == "reading its weights")
+        answer = served.ask("GET", "/health")
+        assert (answer.status, json.loads(answer.body)["status"]) == (503, "starting")
+        assert discovery.find(tmp_path / "data") is None, "commands do not find it yet"
+        with ThreadPoolExecutor(1) as asks:
+            body = {"model": "llama", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+            waits = asks.submit(served.ask, "POST", CHAT, body)
+            go_on.touch()
+            assert process.stdout is not None
+            assert " serves llama " in process.stdout.readline()
+            assert waits.result(60).status == 200
+        answer = served.ask("GET", "/health")
+        assert (answer.status, json.loads(answer.body)["loading"]) == (200, [])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_signal_in_the_first_load_ends_it_at_once(artifact: Path, tmp_path: Path) -> None:
+    with loading(artifact, tmp_path) as (process, _, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
 
 
 def test_a_second_signal_ends_it_at_once(artifact: Path, tmp_path: Path) -> None:

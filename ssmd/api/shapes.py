@@ -157,7 +157,7 @@ class Prompt(Shape):
 
 
 class Health(Shape):
-    status: Literal["ok", "degraded", "shutting_down"]
+    status: Literal["ok", "degraded", "starting", "shutting_down"]
     model: str | None
     runtime: str | None
     version: str

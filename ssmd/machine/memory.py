@@ -7,14 +7,15 @@ import ctypes
 import mmap
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 
 if sys.platform == "win32":
     from ssmd.machine import windows
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
+_ARENAS = 4  # of all threads; glibc has 8 for each core, and freed memory of one is not used by the others
 _BIG_BYTES = 8 << 20  # size from which a freed block is returned to the system
 _MADV_DONTNEED = 4  # mman.h of Linux
 _STATUS = Path("/proc/self/status")
@@ -24,14 +25,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def return_big_blocks() -> None:
-    """Make blocks of 8 MiB and more go back to the system as soon as they are freed (glibc only).
+    """Make blocks of 8 MiB and more go back to the system as soon as they are freed, and have few arenas (glibc only).
 
     By default glibc raises that size to the largest block freed, up to 32 MiB. A model's caches, stores and workspaces
     would then lie in arenas that cannot shrink.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, _BIG_BYTES)
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(_M_MMAP_THRESHOLD, _BIG_BYTES)
+            libc.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def trim() -> None:
@@ -39,6 +42,42 @@ def trim() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+class TrimSchedule:
+    """Decides when freed memory goes back to the system: once this process rests after work, rarely while it works.
+
+    All kinds of work count, by their processor time: answers, prompts that are left, grammars, texts. To take memory
+    again costs as much as to write it, and a trim of a gigabyte stops other threads for tenths of a second.
+    """
+
+    WORK_S = 0.2  # processor time after which there may be something to return
+    RESTING = 0.1  # most processor time of a process that rests, as a share of the time
+    LOOK_S = 0.5  # least time over which that is measured
+    GROWN_BYTES = 256_000_000  # growth since the last trim from which a process that works is trimmed
+    AGAIN_S = 60.0  # least time between two trims of a process that works
+
+    def __init__(self, now: float, worked: float, nbytes: int) -> None:
+        """Begin with the present figures: monotonic s, processor time in s, and resident bytes."""
+        self.trimmed(now, worked, nbytes)
+
+    def due(self, now: float, worked: float, nbytes: Callable[[], int]) -> bool:
+        """Return True if it is time to trim; then the caller trims, and calls `trimmed`.
+
+        nbytes: returns the resident bytes, which costs the read of a file.
+        """
+        before, spent = self._seen
+        if worked - self._work < self.WORK_S or now - before < self.LOOK_S:
+            return False
+        self._seen = now, worked
+        if worked - spent <= self.RESTING * (now - before):
+            return True
+        return now - self._at >= self.AGAIN_S and nbytes() - self._bytes >= self.GROWN_BYTES
+
+    def trimmed(self, now: float, worked: float, nbytes: int) -> None:
+        """Note a trim, and the figures after it."""
+        self._at, self._work, self._bytes = now, worked, nbytes
+        self._seen = now, worked
 
 
 def available() -> int | None:

@@ -69,9 +69,9 @@ def opened(artifact: Artifact, *, apart: bool) -> Texts:
 
 
 def _source(path: Path) -> str:
-    """Read a template's source, of at most MAX_SOURCE characters. Raises TemplateError."""
+    """Read a template's source without its byte order mark, of at most MAX_SOURCE characters. Raises TemplateError."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # editors on Windows write the mark
             source = file.read(MAX_SOURCE + 1)
     except UnicodeDecodeError as err:
         raise TemplateError(f"the chat template is not valid UTF-8: {err}") from err

@@ -20,6 +20,7 @@ from ssmd.text.messages import Message, ToolCall
 from ssmd.text.template import TemplateInput
 
 _KEPT = 32  # prepared inputs that are cached, one for each set of tools and variables
+MAX_KEPT_CHARS = 256 << 10  # length of an input's JSON that is cached: 128 large tools have fewer, a body may have 32 MB
 _UNSHOWN = ("strict",)  # fields of a function that are for the server, not for the model
 _NINE = re.compile(r"[A-Za-z0-9]{9}")  # the form of ids that Mistral's templates require
 
@@ -53,10 +54,13 @@ class MessageAdapter:
         self.knows_tools = re.search(r"\btools\b", source) is not None
         self._wants_nine = "length 9" in source
         self._names = frozenset(re.findall(r"\w+", source))
-        self.told = lru_cache(maxsize=_KEPT)(self._told)
+        self._kept = lru_cache(maxsize=_KEPT)(self._told)
+
+    def told(self, given: TemplateInput) -> AdaptedInput:
+        """Return the tools and variables for the template. Variables that its source does not name are left out."""
+        return self._kept(given) if len(given.text) <= MAX_KEPT_CHARS else self._told(given)
 
     def _told(self, given: TemplateInput) -> AdaptedInput:
-        """Return the tools and variables for the template. Variables that its source does not name are left out."""
         tools = tuple(_shown(tool) for tool in given.tools)
         variables = {name: value for name, value in given.variables.items() if name in self._names}
         system = self._escape(hermes.system_prompt(tools)) if tools and not self.knows_tools else ""

@@ -271,10 +271,43 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
     assert caught.value.code == "invalid_json"
 
 
-def test_a_number_too_large_for_a_float_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (b'"keep_alive": 1e400', "keep_alive"),
+        (b'"keep_alive": -1e999', "keep_alive"),
+        (b'"temperature": 1' + b"0" * 400 + b".5", "temperature"),
+        (b'"metadata": {"a": [1, 2.5, {"b": 1E+400}]}', "metadata.a[2].b"),
+        (b'"tools": [1, {"function": {"parameters": {"default": 1e400}}}]', "tools[1].function.parameters.default"),
+    ],
+)
+def test_a_number_too_large_for_a_float_is_refused(fields: bytes, param: str) -> None:
     with pytest.raises(Rejection) as caught:
-        read_chat(parse_object(b'{"model": "m", "messages": [], "temperature": 1e999}'))
-    assert caught.value.param == "temperature"
+        parse_object(b'{"model": "m", "seed": 1e308, "user": "1e400", ' + fields + b"}")
+    assert (caught.value.code, caught.value.param) == ("invalid_value", param)
+    assert caught.value.message == f"{param} is a number beyond 1.8e308, the range of floats"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("\\ud800", "\\udc00", "\\ud800y", "\\ud800\\n", "\\ud800\\u0041", "\\ud83d\\ud83d", "\\\\\\udfff"),
+        *("\\ud83d\\ude00" * 3 + "\\ud83d", "\\ud83d\\ude00" * 99 + "\\ude00", "\udcff", "\udced\udca0\udc80"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"messages": [{"role": "user", "content": "é \\" #"}], "b": ["1"]}', "messages[0].content"),
+        ('{"a": "é",\n "tools": [1,\n {"x": {"description": "#"}}, 3]}', "tools[1].x.description"),
+        ('{"a": [1, {"name#": 1}]}', "a[1]"),
+    ],
+)
+def test_a_text_that_is_not_unicode_names_its_field(body: str, param: str, wrong: str) -> None:
+    with pytest.raises(Rejection) as caught:
+        parse_object(body.replace("#", wrong).encode(errors="surrogateescape"))
+    assert (caught.value.code, caught.value.param) == ("invalid_json", param)
+    assert caught.value.message.startswith(f"the request body is not valid JSON: the text in {param} is not Unicode: ")
 
 
 def _many(entry: bytes, between: bytes = b",") -> bytes:

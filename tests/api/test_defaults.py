@@ -52,6 +52,7 @@ def served(path: Path, **settings: Any) -> Iterator[Served]:
     """A daemon of one artifact with settings of its own."""
     given = Settings(**settings)
     host = open_host(given, str(path), keep=False)
+    host.ready()
     try:
         with serving(create_app(host, given)) as one:
             yield one

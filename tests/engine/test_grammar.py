@@ -261,13 +261,51 @@ def test_so_is_any_other_grammar(text: str) -> None:
         (RULES, "grammar"),
         (RULES.upper().replace("START", "start"), "grammar"),
         (f"start: /{'(a|b)?' * 10_000}/", "grammar"),
-        (f"start: a\na: %json {json.dumps(LEAST)}", "grammar.minimum"),
+        (f"start: a\na: %json {json.dumps(LEAST)}", "grammar.%json[0].minimum"),
         ("start: %json {'a': 1}", "grammar"),
     ],
 )
 def test_a_grammar_that_would_end_the_process_is_not_read(text: str, param: str) -> None:
     with pytest.raises(Rejection) as caught:
         grammars("qwen").read(of_grammar(text, "grammar"))
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("text", "becomes", "ignored"),
+    [
+        (
+            'start: a | b // %json {"not": {}}\na: %json{"type": "object", "propertyNames": {"type": "string"}} "x"\n'
+            'b: "%json {" /%json \\[/ %json { "properties" : {"é": {"type": "string", "format": "cuid"}}}\n',
+            'start: a | b // %json {"not": {}}\na: %json{"type": "object"} "x"\n'
+            'b: "%json {" /%json \\[/ %json {"properties": {"é": {"type": "string"}}}\n',
+            ("grammar.%json[1].properties.é.format",),
+        ),
+        (
+            'start: %json {"x-guidance": {"whitespace_flexible": false}, "type": "array", "uniqueItems": false}',
+            'start: %json {"type": "array", "x-guidance": {"whitespace_flexible": false}}',
+            (),
+        ),
+    ],
+)
+def test_schemas_in_lark_are_made_enforceable(text: str, becomes: str, ignored: tuple[str, ...]) -> None:
+    made = of_grammar(text, "grammar")
+    assert (made.text.removesuffix('\n%llguidance {"no_forcing": true}\n'), made.ignored) == (becomes, ignored)
+    assert grammars("byte-level").read(made).goes_on
+
+
+@pytest.mark.parametrize(
+    ("inner", "param"),
+    [
+        ('{"type": "array", "items": {"not": {"type": "string"}}}', "grammar.%json[1].items.not"),
+        ('{"if": {"const": 1}, "then": {"const": 2}}', "grammar.%json[1].if"),
+        ('{"const": 1e400}', "grammar"),
+        ('{"const": NaN}', "grammar"),
+    ],
+)
+def test_a_schema_in_lark_that_is_not_held_to_is_refused(inner: str, param: str) -> None:
+    with pytest.raises(Rejection) as caught:
+        of_grammar(f'start: %json {{"type": "null"}} a\na: %json {inner}\n', "grammar")
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

@@ -28,6 +28,8 @@ from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
+from ssmd.text.telling import MAX_KEPT_CHARS
+from ssmd.text.template import TemplateInput
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,17 @@ def test_a_session_deleted_while_a_request_is_planned(
         assert usage.stored == (before == "echoed"), "a session that was removed does not come back"
         assert [s.id for s in store.sessions()] == ([usage.session] if usage.stored else [])
         assert ask(engine, *messages).usage.stored
+
+
+def test_large_tools_and_variables_are_not_cached(served: tuple[Engine, Store]) -> None:
+    planner = served[0]._planner
+    caches = planner._beginning, planner._renderer._telling._kept
+    for i in range(3):
+        large = TemplateInput((), {"documents": f"{i}" + "x" * MAX_KEPT_CHARS})
+        planner.plan(Request((LONG_SYSTEM, user("Who?")), given=large))
+    assert [cache.cache_info().currsize for cache in caches] == [0, 0]
+    planner.plan(Request((LONG_SYSTEM, user("Who?")), given=TemplateInput((), {"documents": "x"})))
+    assert [cache.cache_info().currsize for cache in caches] == [1, 1]
 
 
 def test_a_plan_reads_once_and_counts_no_sizes(served: tuple[Engine, Store]) -> None:

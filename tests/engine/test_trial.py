@@ -17,7 +17,8 @@ import vocabularies
 from daemon import soon
 
 from ssmd.api.openai.structured import of_choice, of_grammar, of_regex, of_schema
-from ssmd.engine.sampling import trial
+from ssmd.engine.host.host import KEEP_ALIVE_S
+from ssmd.engine.sampling import kept, trial
 from ssmd.engine.sampling.grammar import Grammars
 from ssmd.engine.sampling.trial import PendingTrial, Trials, Verdict, is_plain
 from ssmd.engine.terms import Grammar, Rejection
@@ -216,7 +217,7 @@ def test_the_errors_of_a_trial_are_llguidances_own(read: Grammars) -> None:
 def test_masks_that_take_long_are_an_error(read: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     work = trial._Work(read._opening())
     text = of_regex("[a-z]{3,9}", "guided_regex").text
-    assert work.do([text]).head == {"why": "", "part": None, "slow": False}
+    assert {**work.do([text]).head, "bytes": 0} == {"why": "", "part": None, "slow": False, "bytes": 0}
     monkeypatch.setattr(trial, "MASK_S", 0.0)
     assert work.do([text]).head["slow"]
 
@@ -318,10 +319,54 @@ def test_a_request_that_does_not_wait_comes_again(read: Grammars) -> None:
 
 
 def test_the_process_ends_when_it_has_no_work(read: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_IDLE_S", 0.2)
+    monkeypatch.setattr(trial, "IDLE_S", 0.2)
     assert read.read(of_regex("a{2}", "guided_regex")).goes_on
     soon(lambda: read._trials._child is None and not read._trials._runs)
     assert read.read(of_regex("a{3}", "guided_regex")).goes_on
+
+
+def test_a_process_without_work_stays_as_long_as_a_model() -> None:
+    assert trial.IDLE_S == KEEP_ALIVE_S
+
+
+@linux
+def test_a_verdict_has_the_memory_of_its_grammar(read: Grammars) -> None:
+    costly = read._trials.verdict([schema(multiple(40_003)).text], "a").result(60)
+    cheap = read._trials.verdict(regex(1), "a").result(60)
+    assert costly.nbytes > 10_000_000
+    assert cheap.nbytes < 5_000_000
+
+
+@linux
+def test_kept_grammars_are_bounded_by_their_memory(read: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    costly = [schema(multiple(30_001 + i)) for i in range(2)]
+    for one in costly:
+        read.read(one)
+    alone = [guide.memory.nbytes for guide in read._kept._guides.values()]
+    assert sum(alone) == read._kept.used <= kept.KEPT_BYTES
+    monkeypatch.setattr(kept, "KEPT_BYTES", alone[-1] - 1)
+    read.read(PLAIN[0])
+    assert [*read._kept._guides] == [PLAIN[0]], "the others went"
+    assert read._kept.used == kept.LEAST_BYTES
+    read.read(costly[0])
+    assert [*read._kept._guides] == costly[:1], "the last one stays, whatever it takes"
+
+
+def test_grammars_in_use_are_bounded_by_their_memory(read: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MOST_BYTES", 3 * kept.LEAST_BYTES)
+    used = [read.read(of_choice([str(i)], "guided_choice")) for i in range(3)]
+    with pytest.raises(Rejection, match=r"grammars of other answers take 3\.0 MB of memory") as caught:
+        read.read(of_choice(["x"], "guided_choice"))
+    refused = caught.value
+    assert (refused.status, refused.code, refused.retry_after_s) == (503, "queue_full", kept.RETRY_AFTER_S)
+    copies = [read.read(of_choice(["2"], "guided_choice")) for _ in range(5)]
+    assert read._kept.used == 3 * kept.LEAST_BYTES, "one grammar of many answers counts once"
+    del used[0]
+    assert read.read(of_choice(["x"], "guided_choice")).goes_on
+    del used, copies
+    monkeypatch.setattr(kept, "MOST_BYTES", 0)
+    assert read.read(of_choice(["y"], "guided_choice")).goes_on, "one that is alone is read"
+    assert read._kept.used == kept.LEAST_BYTES
 
 
 @linux

@@ -243,6 +243,15 @@ def test_a_template_that_is_no_text_or_no_end_of_one(raw: bytes, why: str, apart
     assert (memory.most_resident() or 0) - before < 64 << 20
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_byte_order_mark_before_a_template_is_left_out(apart: bool, vocabulary: Path) -> None:
+    (vocabulary.parent / "chat_template.jinja").write_bytes(b"\xef\xbb\xbf{{ messages[0].content }}")
+    manifest = SimpleNamespace(stop_tokens=(), special_tokens=SPECIAL)
+    texts = opened(cast(Artifact, SimpleNamespace(file=vocabulary.parent.joinpath, manifest=manifest)), apart=apart)
+    with closing(texts):
+        assert texts.template.render([Message("user", "Hi")], now=NOW) == "Hi"
+
+
 def test_a_million_stop_tokens_are_refused(vocabulary: Path) -> None:
     with pytest.raises(TokenizerError, match="at most 4096 are allowed"):
         open_texts(vocabulary, range(1_000_000), "", SPECIAL)

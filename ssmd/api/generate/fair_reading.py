@@ -105,12 +105,11 @@ class FairPool:
         """
         long = long or nbytes > LONG_BYTES
         async with self._turn(client, delivery, long) as mine:
-            executor = self._long if long else self._short
-            result, spent = await asyncio.get_running_loop().run_in_executor(executor, _timed, work)
-            mine.left = mine.credit() - spent - least_s
-            if isinstance(result, BaseException):
-                raise result
-            return result
+            executor, spent = self._long if long else self._short, list[float]()
+            try:
+                return await asyncio.get_running_loop().run_in_executor(executor, _timed, work, spent)
+            finally:
+                mine.left = mine.credit() - sum(spent) - least_s
 
     async def body(self, request: Request, model: type[Model]) -> Model:
         """Read a request's body into the model. Raises Rejection."""
@@ -200,10 +199,13 @@ def shared(name: str) -> str:
     return f" {name}"
 
 
-def _timed(work: Callable[[], T]) -> tuple[T | BaseException, float]:
-    """Return the result or the error of `work`, and its processor time in seconds."""
+def _timed(work: Callable[[], T], spent: list[float]) -> T:
+    """Return the result of `work`, and append its processor time in seconds to `spent`.
+
+    An error is raised, not returned: the caller's frame would hold it, and its traceback that frame, for long.
+    """
     began = time.thread_time()
     try:
-        return work(), time.thread_time() - began
-    except BaseException as err:
-        return err, time.thread_time() - began
+        return work()
+    finally:
+        spent.append(time.thread_time() - began)

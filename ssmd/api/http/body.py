@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from math import isinf
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
@@ -24,6 +26,11 @@ READ_TIMEOUT_S = 60.0
 MAX_VALUES = 250_000  # a conversation of 10,000 messages, each of five parts, has fewer
 MAX_SHOWN_CHARS = 80
 _ENTRIES = 8
+_PAIR_CHARS = 12  # length of two escapes, which stand for one character
+_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")  # of half of a surrogate pair
+_FIRST_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_SURROGATE = re.compile(r".*hex escape at line ([0-9]+) column ([0-9]+)")  # jiter's error
+_WALKED = frozenset({dict, list, float})
 _AT_ONCE = 64  # values of a long array that are encoded at once
 Id = Annotated[str, Field(pattern=f"^{ID_PATTERN.pattern}$")]  # of a session or a turn
 
@@ -71,9 +78,10 @@ async def read_body(request: Request) -> bytes:
 
 
 def parse_object(raw: bytes, go_on: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Parse a JSON object. NaN, Infinity, lone surrogates and deep nesting are refused.
+    """Parse a JSON object. NaN, Infinity, numbers beyond a float, lone surrogates and deep nesting are refused.
 
-    A byte order mark before it is left out. go_on: called now and then. Raises Rejection, and the errors of `go_on`.
+    A byte order mark before it is left out. go_on: called now and then. Raises Rejection, for a number or a surrogate
+    with the path of its field as `param`, and the errors of `go_on`.
     """
     if raw.startswith(textfile.UTF_16):
         raise Rejection("the request body is UTF-16; send it as UTF-8", code="invalid_json")
@@ -83,10 +91,74 @@ def parse_object(raw: bytes, go_on: Callable[[], None] = lambda: None) -> dict[s
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as err:
-        raise Rejection(f"the request body is not valid JSON: {err}", code="invalid_json") from None
+        param = _place_of_surrogate(raw, str(err))
+        said = f"the text in {param} is not Unicode: {err}" if param else str(err)
+        said = f"the request body is not valid JSON: {said}"
+        raise Rejection(said, code="invalid_json", param=param or None) from None
     if not isinstance(value, dict):
         raise Rejection("the request body is not a JSON object", code="invalid_json")
+    if (param := _place_of_infinity(value)) is not None:
+        raise Rejection(f"{param} is a number beyond 1.8e308, the range of floats", code="invalid_value", param=param)
     return value
+
+
+def _place_of_surrogate(raw: bytes, error: str) -> str:
+    """Return the path of the text that is not Unicode, "" for another error. error: jiter's."""
+    try:
+        raw.decode()
+        found = _SURROGATE.fullmatch(error)
+        if found is None:
+            return ""
+        start = 0
+        for _ in range(int(found[1]) - 1):
+            start = raw.index(b"\n", start) + 1
+        end = start + int(found[2])
+        escape = _ESCAPE.search(raw, max(0, end - _PAIR_CHARS))
+        at = end if escape is None else escape.start()
+        if before := _FIRST_HALF.match(raw, at - _PAIR_CHARS // 2):
+            at = before.start()  # not between the halves of a pair
+    except UnicodeDecodeError as err:
+        at = err.start
+    cut = raw[:at]
+    if (len(cut) - len(cut.rstrip(b"\\"))) % 2:
+        cut = cut[:-1]
+    try:
+        value = from_json(cut, allow_partial="trailing-strings")  # up to the text, as far as it came
+    except ValueError:
+        return ""
+    path: list[str | int] = []
+    while isinstance(value, dict | list) and value:
+        step = len(value) - 1 if isinstance(value, list) else next(reversed(value))
+        path.append(step)
+        value = value[step]
+    return _param(path)
+
+
+def _place_of_infinity(value: dict[str, Any]) -> str | None:
+    """Return the path of a number that no float holds; None without one. JSON allows 1e400, which is parsed as inf."""
+    left: list[dict[str, Any] | list[Any]] = [value]
+    while left:
+        one = left.pop()
+        if type(one) is list and _WALKED.isdisjoint(map(type, one)):
+            continue  # most long lists
+        for inner in one.values() if type(one) is dict else one:
+            kind = type(inner)
+            if kind is dict or kind is list:
+                left.append(inner)
+            elif kind is float and isinf(inner):
+                return _param(_way(value) or ())
+    return None
+
+
+def _way(value: Any) -> list[str | int] | None:
+    """Return the keys and indices that lead to the first infinite number in a value; None without one."""
+    if isinstance(value, float):
+        return [] if isinf(value) else None
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for step, inner in items:
+        if (more := _way(inner)) is not None:
+            return [step, *more]
+    return None
 
 
 def validate(model: type[Model], fields: dict[str, Any]) -> Model:
@@ -134,12 +206,17 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
-def _explain(detail: ErrorDetails) -> Rejection:
+def _param(path: Iterable[str | int]) -> str:
+    """Write a path of keys and indices as a parameter: `messages[0].content`."""
     param = ""
-    for part in (*detail["loc"], *detail.get("ctx", {}).get("name", ())):
+    for part in path:
         if part != "[key]":
             param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
-    param = brief(param)[1:-1]
+    return brief(param)[1:-1]
+
+
+def _explain(detail: ErrorDetails) -> Rejection:
+    param = _param((*detail["loc"], *detail.get("ctx", {}).get("name", ())))
     if detail["type"] == "missing":
         return Rejection(f"{param} is required", code="missing_required_parameter", param=param)
     if detail["type"] == "extra_forbidden":

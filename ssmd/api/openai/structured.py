@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ssmd.api.http.body import StrictModel, brief, parse_object
-from ssmd.engine.sampling.grammar import check_lark, enforced, held
+from ssmd.engine.sampling.grammar import enforceable_lark, enforced, held
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.text.closed import closed
 
@@ -140,8 +140,8 @@ def of_grammar(text: str, param: str) -> Grammar:
     if not text.strip():
         raise _wrong(param, "is empty")
     if is_lark_syntax(text):
-        check_lark(text, param)
-        return Grammar(held(text), param)
+        read, ignored = enforceable_lark(text, param)
+        return Grammar(held(read), param, ignored=ignored)
     if len(text.encode()) > MAX_GBNF_BYTES or text.count("::=") > MAX_GBNF_RULES:
         raise _wrong(param, f"is too large: {MAX_GBNF_BYTES} bytes and {MAX_GBNF_RULES} rules are possible in GBNF")
     try:

@@ -35,11 +35,11 @@ def health(on: Service) -> Endpoint:
     host = on.host
 
     def look() -> JSONResponse:
-        draining, problem = host.draining, host.problem
+        draining, starting, problem = host.draining, host.starting, host.problem
         model = host.foremost()
         manifest = None if model is None else model.found.manifest
         fields = {
-            "status": "shutting_down" if draining else "degraded" if problem else "ok",
+            "status": "shutting_down" if draining else "starting" if starting else "degraded" if problem else "ok",
             "model": None if model is None else model.name,
             "runtime": None if manifest is None else manifest.runtime,
             "version": __version__,
@@ -48,7 +48,7 @@ def health(on: Service) -> Endpoint:
         }
         if problem:
             fields |= {"reason": problem, "message": _ADVICE[problem]}
-        return JSONResponse(fields, 503 if draining else 200)
+        return JSONResponse(fields, 503 if draining or starting else 200)
 
     async def answer(request: Request) -> JSONResponse:
         return await on.gate.health(look)

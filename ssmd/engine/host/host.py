@@ -66,8 +66,13 @@ class Host:
         return self._loader.budget.nbytes
 
     def ready(self) -> None:
-        """Note that the daemon answers: from now on all load failures are logged."""
+        """Note that the daemon is ready: its first models are loaded. From now on all load failures are logged."""
         self._loader.starting = False
+
+    @property
+    def starting(self) -> bool:
+        """Return True until `ready`."""
+        return self._loader.starting
 
     @property
     def keeps(self) -> bool:

@@ -65,6 +65,7 @@ class Loader:
         self._open, self._trial = open_, trial
         self._runtimes: set[str] = set()  # runtimes whose libraries are in this process
         self._ended = self._news = False
+        self._trims = memory.TrimSchedule(time.monotonic(), time.process_time(), memory.resident() or 0)
         self._thread = threading.Thread(target=self._run, name="ssmd-host", daemon=True)
         self._thread.start()
 
@@ -129,6 +130,7 @@ class Loader:
             try:
                 self._let_go()
                 self._load_next()
+                self._trim()
             except Exception:
                 log.exception("the host failed at a piece of work")
 
@@ -146,6 +148,16 @@ class Loader:
         if any(h.is_loaded for h in self.hosted.values()):
             due.append(_LOOK_S)
         return max(_SOON_S, min(due)) if due else None
+
+    def _trim(self) -> None:
+        """Return freed memory to the system when it is time.
+
+        Python's collector looks at the number of its objects only, and one of them may hold megabytes of a library.
+        """
+        if self._trims.due(time.monotonic(), time.process_time(), lambda: memory.resident() or 0):
+            gc.collect()
+            memory.trim()
+            self._trims.trimmed(time.monotonic(), time.process_time(), memory.resident() or 0)
 
     def _let_go(self) -> None:
         """Unload models without requests that are due: replaced, removed, marked `leaving`, or past `idle_until`."""

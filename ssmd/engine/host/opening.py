@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from ssmd.config import Settings
@@ -44,6 +45,17 @@ def open_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool =
 
     Raises Rejection if a model cannot be loaded, ModelError, ArtifactError, StoreError or SettingsError.
     """
+    host, first = start_host(settings, model, keep=keep, lazy=lazy)
+    try:
+        first.result()
+    except BaseException:
+        close_host(host)
+        raise
+    return host
+
+
+def start_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool) -> tuple[Host, Future[None]]:
+    """Return a host as `open_host` does, and its first loads, which have begun. Their error is a Rejection."""
     shelf = _shelf(settings, model)
     there = shelf.models()
     if not there:
@@ -75,13 +87,25 @@ def open_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool =
             shelf.find(name)
         for name in settings.pin:
             host.pin(shelf.find(name), True)
-        first = [there[0].id] if alone else [*settings.pin, *settings.preload]
-        for name in dict.fromkeys(first):
-            host.load(shelf.find(name)).result().release()
     except BaseException:
         close_host(host)
         raise
-    return host
+    names = dict.fromkeys([there[0].id] if alone else [*settings.pin, *settings.preload])
+    first = Future[None]()
+
+    def load_all() -> None:
+        try:
+            for name in names:
+                host.load(shelf.find(name)).result().release()
+            first.set_result(None)
+        except BaseException as err:
+            first.set_exception(err)
+
+    if names:
+        threading.Thread(target=load_all, name="ssmd-first", daemon=True).start()
+    else:
+        first.set_result(None)
+    return host, first
 
 
 def close_host(host: Host) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ssmd.engine.decode.generation import Then
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.request import Retention
-from ssmd.machine.memory import trim
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.line import Line, Passage
@@ -59,7 +58,7 @@ class _CommitStatus(Patience):
         self._began: float | None = None  # monotonic s when it began to write states, with the database's lock
         self.text = False  # the text is durable
         self.late = False  # its client has waited for the state long enough
-        self._timer = self._after(COMMIT_PATIENCE_S, self._hurry)
+        self._over = self._after(COMMIT_PATIENCE_S, self._hurry)  # set: its patience does not end any more
 
     @property
     def waited_s(self) -> float:
@@ -113,7 +112,7 @@ class _CommitStatus(Patience):
         with self._lock:
             first, self._told = not self._told, True
             self.text |= stored
-        self._timer.cancel()
+        self._over.set()
         if err is not None and (first or not isinstance(err, StoreTimeout)):
             self._lost(err, first and not stored)
         if first:
@@ -125,7 +124,7 @@ class _CommitStatus(Patience):
         with self._lock:
             self.late = True
             if not self.text and not self._told:
-                self._timer = self._after(TEXT_PATIENCE_S - COMMIT_PATIENCE_S, self._give_up)
+                self._over = self._after(TEXT_PATIENCE_S - COMMIT_PATIENCE_S, self._give_up)
             text_alone = self.text and not self._sure
         if text_alone:
             self.end(True, err=_late())
@@ -139,11 +138,12 @@ class _CommitStatus(Patience):
         self._lost(StoreTimeout(f"the store took more than {TEXT_PATIENCE_S:.0f} s"), True)
         self._then(False, False)
 
-    def _after(self, seconds: float, work: Callable[[], None]) -> threading.Timer:
+    def _after(self, seconds: float, work: Callable[[], None]) -> threading.Event:
+        """Start a timer. Return the event that stops it: the timer itself refers to this object, and to its turn."""
         timer = threading.Timer(seconds, work)
         timer.daemon = True
         timer.start()
-        return timer
+        return timer.finished
 
 
 def _late() -> StoreTimeout:
@@ -206,7 +206,6 @@ class Writer:
         self._ahead: Counter[int] = Counter()  # checkpoint ids, by how many turns may still link them
         self._swept = -LOOK_S  # monotonic s of the last sweep
         self._unsettled = True  # the last process may have left work undone
-        self._garbage = False  # memory to give back
         self._logged = 0  # bytes of states that stand in the log
         self._pace = Pace()
         self._noticed = ""  # the fault that the last look found
@@ -300,7 +299,7 @@ class Writer:
                 raise
             finally:
                 if standing.text:
-                    self._unsettled = self._garbage = True
+                    self._unsettled = True
             if heard:
                 self._metrics.healed("turns", len(heard))
             self._logged += done.nbytes
@@ -389,7 +388,7 @@ class Writer:
 
         def tell() -> None:
             if told.acquire(blocking=False):
-                timer.cancel()
+                over.set()
                 then()
 
         def work() -> None:
@@ -406,10 +405,10 @@ class Writer:
                 log.warning("the state of a prompt is not kept: %s", err)
             finally:
                 tell()
-            self._garbage = True
             self._metrics.stored_bytes(self.store.bytes_stored(), self.store.quota)
 
         timer = threading.Timer(COMMIT_PATIENCE_S, tell)
+        over = timer.finished  # not the timer, which refers to `tell`
         timer.daemon = True
         timer.start()
         self._work.put(work)
@@ -554,9 +553,6 @@ class Writer:
         """Move commits from the log into the database file, and do owed work, while no work is queued."""
         self._unsettled = False
         self._logged = 0
-        if self._garbage:  # only now: to take memory again costs as much as to write it
-            self._garbage = False
-            trim()
         try:
             if time.monotonic() - self._swept >= LOOK_S:
                 if self._swept < 0:  # the first time

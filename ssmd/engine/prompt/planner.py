@@ -33,6 +33,7 @@ from ssmd.sessions.turn import (
     without,
 )
 from ssmd.text.messages import Message
+from ssmd.text.telling import MAX_KEPT_CHARS
 from ssmd.text.template import Template, TemplateInput
 from ssmd.text.tokenizer import Tokenizer
 
@@ -293,7 +294,8 @@ class Planner:
     def _begin(self, request: Request, messages: int, now: datetime) -> tuple[str, Line]:
         """Render the beginning that all conversations with the first so many messages of a request share."""
         clock = now if self._renderer.tells_time else None
-        return self._beginning(request.messages[:messages], request.given, clock, request.domain.owner)
+        render = self._beginning if len(request.given.text) <= MAX_KEPT_CHARS else self._render_beginning
+        return render(request.messages[:messages], request.given, clock, request.domain.owner)
 
     def _render_beginning(
         self, head: tuple[Message, ...], given: TemplateInput, now: datetime | None, owner: str

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.engine.sampling.digits import DigitBound, DigitTable
+from ssmd.engine.sampling.kept import GrammarMemory, KeptGuides
 from ssmd.engine.sampling.refusals import parts_of, place_of, worded
 from ssmd.engine.sampling.trial import (
     MAX_FORCED,
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 << 10  # size of a grammar; a schema of 1,000 properties has a tenth of it
 FORCED_LEAST = 5  # forced tokens in a row from which on feeding them at once is quicker than steps
 _THREADS = 2
-_KEPT = 8  # grammars kept after they were read: each turn sends its tools and schemas again
 _MAX_KEPT_CHARS = 8 << 10  # length of a schema that is kept as it is enforced: each turn sends its tools again
 _UNFIT = "doesn't satisfy the grammar"  # llguidance's error for a token that is not allowed
 _MARK = b"\xff"  # prefix of a control token's name, as llguidance wants it
@@ -79,7 +78,7 @@ _ENDLESS = re.compile(r"[*+~\\]|,\s*\}|x-guidance|%regex")
 _ONE_BY_ONE = '\n%llguidance {"no_forcing": true}\n'  # the last option counts
 _RULE = re.compile(r"[\w\]}]\s*:")
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//.*')  # texts, patterns and comments of Lark
-_SCHEMA = re.compile(r"%json\s*(?=[{\[\"])")
+_QUOTED_OR_SCHEMA = re.compile(rf"{_QUOTED.pattern}|(%json\s*(?=[{{\[\"]))")
 
 
 class Grammars:
@@ -90,7 +89,7 @@ class Grammars:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._stop_tokens = sorted(stop_tokens) or [vocabulary]  # without any: an id that cannot be drawn
         self._making = threading.Lock()
-        self._kept: OrderedDict[Grammar, Guide] = OrderedDict()  # last used last
+        self._kept = KeptGuides()
         self._trials = Trials(self._opening)
 
     def read(self, grammar: Grammar, client: str = "", *, wait: bool = True) -> Guide:
@@ -98,31 +97,29 @@ class Grammars:
 
         A grammar that is not plain is tried in a child process first, in the client's turn. If its verdict is not known
         yet, waits for it, or raises PendingTrial if `wait` is False. Raises Rejection, for a part of the grammar if
-        that part is wrong by itself.
+        that part is wrong by itself, and if the grammars in use leave no memory for this one.
         """
         with self._making:
-            guide = self._kept.pop(grammar, None)
+            guide = self._kept.get(grammar)
             if guide is not None:
-                self._kept[grammar] = guide
                 return guide.copy()
         for one in (grammar, *grammar.parts):
             _check(one)
         plain = is_plain(grammar)
-        if not plain:
-            self._judge(grammar, client, wait)
-        guide = self._read(grammar, plain)
+        nbytes = 0 if plain else self._judge(grammar, client, wait)
         with self._making:
-            self._kept[grammar] = guide
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            memory = self._kept.reserve(nbytes)
+        guide = self._read(grammar, plain, memory)
+        with self._making:
+            self._kept.keep(grammar, guide)
             return guide.copy()
 
     def close(self) -> None:
         """End the child process. No new grammar can be read any more, except plain ones."""
         self._trials.close()
 
-    def _judge(self, grammar: Grammar, client: str, wait: bool) -> None:
-        """Raise Rejection if the grammar failed its trial, and PendingTrial if it is not tried yet."""
+    def _judge(self, grammar: Grammar, client: str, wait: bool) -> int:
+        """Return the bytes that a grammar takes by its trial. Raises Rejection if it failed, and PendingTrial."""
         parts: Sequence[Grammar] = grammar.parts
         verdict = self._verdict(grammar, parts, client, wait)
         while verdict.why:
@@ -134,6 +131,7 @@ class Grammars:
             if not parts:
                 raise _refused(grammar, verdict)
             verdict = self._verdict(grammar, parts, client, wait)
+        return verdict.nbytes
 
     def _verdict(self, grammar: Grammar, parts: Sequence[Grammar], client: str, wait: bool) -> Verdict:
         pending = self._trials.verdict([self._text(one) for one in (grammar, *parts)], client)
@@ -141,19 +139,19 @@ class Grammars:
             raise PendingTrial(pending)
         return pending.result()
 
-    def _read(self, grammar: Grammar, plain: bool) -> Guide:
+    def _read(self, grammar: Grammar, plain: bool, memory: GrammarMemory) -> Guide:
         from llguidance import LLMatcher
 
         with self._making:
             known, threads = self._known, self._threads
             digits = DigitBound(self._digits) if grammar.numbers else None
         matcher = LLMatcher(known, self._text(grammar), log_level=0, limits=limits())
-        guide = Guide(matcher, known, threads, self._vocabulary, grammar.param, digits)
+        guide = Guide(matcher, known, threads, self._vocabulary, grammar.param, memory, digits)
         endless = not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED
         if endless or matcher.is_error() or not guide.goes_on:
             why = error_of(matcher) or NO_ANSWER
             for part in (*grammar.parts, *_suspects(grammar, why)) if plain else ():
-                self._read(part, plain)
+                self._read(part, plain, memory)
             raise _refused(grammar, Verdict(why))
         return guide
 
@@ -214,11 +212,13 @@ class Guide:
         threads: ThreadPoolExecutor,
         vocabulary: int,
         param: str,
+        memory: GrammarMemory,
         digits: DigitBound | None = None,
         first: Floats | None = None,
     ) -> None:
         """Begin an answer. param: of the request, for errors. digits: None for no bound. first: the first mask."""
         self.ended = False  # the grammar allows no more tokens but one that stops
+        self.memory = memory  # of the grammar, for all copies
         self._matcher, self._known, self._threads = matcher, known, threads
         self._vocabulary, self._param = vocabulary, param
         self._digits = digits
@@ -232,7 +232,10 @@ class Guide:
     def copy(self) -> Guide:
         """Copy it for another choice, before any token was taken."""
         matcher, digits = self._matcher.deep_copy(), self._digits and self._digits.copy()
-        return Guide(matcher, self._known, self._threads, self._vocabulary, self._param, digits, self._mask)
+        known, threads = self._known, self._threads
+        copy = Guide(matcher, known, threads, self._vocabulary, self._param, self.memory, digits, self._mask)
+        self.memory.copies.add(copy)
+        return copy
 
     @property
     def goes_on(self) -> bool:
@@ -550,18 +553,45 @@ def _levels(value: Any) -> int:
     return levels
 
 
-def check_lark(text: str, param: str) -> None:
-    """Raise Rejection if reading a grammar would take long or a deep stack. param: of the request."""
+def enforceable_lark(text: str, param: str) -> tuple[str, tuple[str, ...]]:
+    """Return a grammar whose schemas (%json) are as llguidance can enforce them, and the paths of ignored keywords.
+
+    param: of the request. Raises Rejection, also if reading the grammar would take long or a deep stack.
+    """
     if len(text.encode()) > MAX_LARK_BYTES or len(_RULE.findall(text)) > MAX_RULES:
         raise _wrong(param, f"is too large: {MAX_LARK_BYTES} bytes and {MAX_RULES} rules are possible in Lark")
     if (meeting := _QUOTED.sub("", text).count("&")) > MAX_MEETING:
         raise _wrong(param, f"has {meeting} intersections (&), at most {MAX_MEETING} are possible")
-    for found in _SCHEMA.finditer(text):
+    parts, ignored, count, at = list[str](), list[str](), 0, 0
+    while found := _QUOTED_OR_SCHEMA.search(text, at):
+        parts.append(text[at : found.end()])
+        at = found.end()
+        if found[1] is None:
+            continue
         try:
-            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+            schema, at = _JSON.raw_decode(text, at)
         except (ValueError, RecursionError):
             raise _wrong(param, "has a schema (%json) that is not JSON") from None
-        check_size(schema, param)
+        where = f"{param}.%json[{count}]"
+        count += 1
+        check_size(schema, where)
+        if isinstance(schema, dict):
+            options = {key: schema.pop(key) for key in ("x-guidance",) if key in schema}  # llguidance's own keyword
+            one = enforced(schema, where)
+            ignored += (where + way for way in one.ignored)
+            schema = {**one.schema, **options}
+        parts.append(json.dumps(schema, ensure_ascii=False))
+    return "".join([*parts, text[at:]]), tuple(ignored)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is beyond the range of floats")
+    return value
+
+
+_JSON = json.JSONDecoder(parse_float=_number, parse_constant=_number)
 
 
 def held(text: str) -> str:

@@ -18,13 +18,13 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.machine.child import Child, ChildError, KilledChild, Packet, UnavailableChild, answer_jobs
 from ssmd.machine.confinement import allow_memory
-from ssmd.machine.memory import trim
+from ssmd.machine.memory import resident, trim
 from ssmd.machine.size import show_size
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ MODULE = "ssmd.engine.sampling.trial"
 # Limits of reading a grammar. The largest honest schemas (500 formats, 1,000 properties) take 0.6 s and 30 MiB.
 READ_S = 2.0  # of processor time
 READ_BYTES = 64_000_000
+GUESSED_BYTES = 16_000_000  # memory of a grammar where the system does not report this process's
 MASK_S = 0.25  # most processor time of a mask in the trial; ordinary ones take 0.1 to 7 ms
 MAX_FORCED = 5000  # tokens that a grammar may force at an answer's beginning
 PLAIN_KEYS = 200  # keys of a plain schema
@@ -43,7 +44,9 @@ _WALK_S = 0.1  # processor time of the random answers
 _WALK_TOKENS = 2000
 _MEMORY = 1 << 30  # bytes of address space for the vocabulary and one grammar
 _OPEN_S = 15.0  # processor time to import llguidance and build its table of 256,000 tokens
-_IDLE_S = 60.0  # time after which a child without work ends
+# Time after which a child without work ends, as long as a model stays loaded. It takes 35 MB, and half a second of
+# processor time to start again.
+IDLE_S = 300.0
 _KEPT = 1000  # verdicts
 _KEPT_S = 600.0  # time for which a grammar that met a limit is refused without another trial
 _NO_PROCESS = "grammar_check_unavailable"  # code of the error
@@ -70,6 +73,7 @@ class Verdict:
     why: str = ""
     part: int | None = None
     unsupported: bool = False  # it met a limit
+    nbytes: int = field(default=0, compare=False)  # memory that the grammar takes
 
 
 class PendingTrial(Exception):
@@ -188,7 +192,7 @@ class Trials:
     def _next(self) -> _Job | None:
         """Wait for the next job, in the clients' turn. None: there was none for long, and the child has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed, _IDLE_S)
+            self._changed.wait_for(lambda: self._waiting or self._closed, IDLE_S)
             if self._waiting:
                 client, mine = self._waiting.popitem(last=False)
                 job = mine.popleft()
@@ -243,8 +247,8 @@ class Trials:
             return _MET_A_LIMIT
         self._warned = False
         match answer.head:
-            case {"why": str(why), "part": int() | None as part, "slow": bool(slow)}:
-                return _MET_A_LIMIT if slow else Verdict(why[:_SAID], part)
+            case {"why": str(why), "part": int() | None as part, "slow": bool(slow), "bytes": int(nbytes)}:
+                return _MET_A_LIMIT if slow else Verdict(why[:_SAID], part, nbytes=max(0, nbytes))
         log.warning("the process that tries grammars returned something else than a verdict")
         return _MET_A_LIMIT
 
@@ -381,28 +385,31 @@ class _Work:
 
     def do(self, texts: Sequence[str]) -> Packet:
         """Read a grammar. If it has an error, look for the part that has one too."""
-        why, slow = self._tried(texts[0])
+        why, slow, nbytes = self._tried(texts[0])
         part = None
         if why and not slow:
             for i, text in enumerate(texts[1:]):
-                of_part, slow = self._tried(text)
+                of_part, slow, _ = self._tried(text)
                 if of_part:
                     why, part = of_part, i
                     break
-        return Packet({"why": why, "part": part, "slow": slow})
+        return Packet({"why": why, "part": part, "slow": slow, "bytes": nbytes})
 
-    def _tried(self, text: str) -> tuple[str, bool]:
-        """Return a grammar's error, and True if its masks take too long."""
+    def _tried(self, text: str) -> tuple[str, bool, int]:
+        """Return a grammar's error, True if its masks take too long, and the bytes that it takes."""
         from llguidance import LLMatcher
 
-        began = time.process_time()
+        began, before = time.process_time(), resident()
         matcher = LLMatcher(self._known, text, log_level=0, limits=limits())
         if time.process_time() - began > READ_S:
-            return "slow", True
+            return "slow", True, 0
         endless = not matcher.is_error() and len(matcher.compute_ff_tokens()) > MAX_FORCED
         if endless or matcher.is_error() or not any(matcher.compute_bitmask()) or matcher.is_error():
-            return error_of(matcher) or NO_ANSWER, False
-        return ("slow", True) if self._is_slow(matcher) else ("", False)
+            return error_of(matcher) or NO_ANSWER, False, 0
+        if self._is_slow(matcher):
+            return "slow", True, 0
+        after = resident()
+        return "", False, GUESSED_BYTES if before is None or after is None else after - before
 
     def _is_slow(self, start: LLMatcher) -> bool:
         """Follow the grammar at random, from its beginning again at each end. Return True if a mask takes too long."""
