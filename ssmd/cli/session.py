@@ -78,7 +78,7 @@ def read_session(store: Store, given: str) -> Session:
     try:
         return store.session(given)
     except UnknownSession:
-        whole = whole_id("sessions", given, (s.id for s in store.sessions())) if given else given
+        whole = whole_id("sessions", given, store.ids(given)) if given else given
         if whole == given:
             raise
         return store.session(whole)

@@ -67,7 +67,7 @@ def _targets(
         fail("name the sessions, or pass --all", USAGE)
     folder = into.expanduser()
     if everything:
-        ids = [s.id for s in store.sessions()]
+        ids = store.ids()
     else:
         ids = list(dict.fromkeys(read_session(store, given).id for given in arguments))
     targets = [(i, folder / f"{i}.ssmd") for i in ids]  # ids are letters, digits, _ and -, so they cannot form a path

@@ -295,6 +295,17 @@ class Store:
         with self.reading() as connection:
             return session_rows.read_sessions(connection, self.domain, limit, after)
 
+    @contextmanager
+    def each_session(self) -> Iterator[Iterator[Session]]:
+        """Open an iterator of all sessions at this moment, as `sessions` returns them. A page is in memory at a time."""
+        with self.reading() as connection:
+            yield session_rows.iterate_sessions(connection, self.domain)
+
+    def ids(self, beginning: str = "") -> list[str]:
+        """Read the ids of the sessions that begin so, most recently used first."""
+        with self.reading() as connection:
+            return session_rows.read_ids(connection, self.domain, beginning)
+
     def newest(self) -> Session | None:
         """Read the session used last, if there is one."""
         return next(iter(self.sessions(1)), None)
