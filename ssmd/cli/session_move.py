@@ -50,8 +50,13 @@ def export(
     if no_state and all_states:
         fail("--no-state and --all-states contradict each other", USAGE)
     states: States = "none" if no_state else "all" if all_states else "newest"
+    from ssmd.sessions.files.transfer import remove_unfinished
+
     with open_store(data_dir) as store:
-        for session_id, file in _targets(store, arguments or [], into, everything, force):
+        targets = _targets(store, arguments or [], into, everything, force)
+        for folder in {file.parent for _, file in targets}:
+            remove_unfinished(folder)
+        for session_id, file in targets:
             _export_one(store, session_id, file, states, force=force, as_json=as_json)
 
 

@@ -98,7 +98,7 @@ class _Sessions:
         self._kept = store
         self._pool = pool
         self._downloads = Downloads()
-        # Left by a process that was killed: files that it received or was to send, or had not finished (`.tmp`).
+        # Left by a process that was killed: files that it received or was to send, or had not finished.
         for left in () if store is None else store.file.parent.glob(f"*{_SCRATCH}*"):
             left.unlink(missing_ok=True)
 
