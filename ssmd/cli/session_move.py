@@ -71,10 +71,7 @@ def _targets(
     if everything == bool(arguments):
         fail("name the sessions, or pass --all", USAGE)
     folder = into.expanduser()
-    if everything:
-        ids = store.ids()
-    else:
-        ids = list(dict.fromkeys(read_session(store, given).id for given in arguments))
+    ids = store.ids() if everything else list(dict.fromkeys(read_session(store, given).id for given in arguments))
     targets = [(i, folder / f"{i}.ssmd") for i in ids]  # ids are letters, digits, _ and -, so they cannot form a path
     names = [file.name.lower() for _, file in targets]
     if len(set(names)) < len(names):

@@ -114,7 +114,10 @@ def _why_not_writable(path: Path) -> str:
 
 
 def read_only(path: Path) -> bool:
-    """Return True if the file system of a folder takes no writes. It makes a file: after errors of a disk, flags lie."""
+    """Return True if the file system of a folder takes no writes.
+
+    It tries to make a file. After errors of a disk, the flags of the file system may not show it.
+    """
     try:
         with tempfile.TemporaryFile(dir=path):
             return False

@@ -297,7 +297,7 @@ class Store:
 
     @contextmanager
     def each_session(self) -> Iterator[Iterator[Session]]:
-        """Open an iterator of all sessions at this moment, as `sessions` returns them. A page is in memory at a time."""
+        """Open an iterator of all sessions at this moment, as `sessions` returns them; a page at a time is in memory."""
         with self.reading() as connection:
             yield session_rows.iterate_sessions(connection, self.domain)
 

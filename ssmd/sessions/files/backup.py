@@ -114,28 +114,25 @@ def _check_private(target: Path, copy: Path) -> None:
 @contextlib.contextmanager
 def _held(unfinished: Path) -> Iterator[None]:
     """Make the folder of a copy, and remove it afterwards. One that a killed backup left is emptied first."""
-    descriptor = None
-    try:
-        folder.make_private(unfinished)
-        descriptor = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT | NOLINK, 0o600)
-        if not lock(descriptor):
-            os.close(descriptor)
-            raise StoreError(
-                f"another `ssmd backup` writes to {unfinished.parent}; wait for it, or choose another folder"
-            )
-        for left in unfinished.iterdir():
-            if left.name != _LOCK:
-                left.unlink()
-    except OSError as err:
-        raise StoreError(f"{unfinished} cannot be used for a backup: {err.strerror or err}; remove it") from err
-    try:
-        yield
-    finally:
-        if sys.platform == "win32":  # it removes no open file
-            os.close(descriptor)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if sys.platform != "win32":
-            os.close(descriptor)
+    with contextlib.ExitStack() as held:
+        try:
+            folder.make_private(unfinished)
+            descriptor = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT | NOLINK, 0o600)
+            held.callback(os.close, descriptor)
+            if not lock(descriptor):
+                advice = "wait for it, or choose another folder"
+                raise StoreError(f"another `ssmd backup` writes to {unfinished.parent}; {advice}")
+            for left in unfinished.iterdir():
+                if left.name != _LOCK:
+                    left.unlink()
+        except OSError as err:
+            raise StoreError(f"{unfinished} cannot be used for a backup: {err.strerror or err}; remove it") from err
+        try:
+            yield
+        finally:
+            if sys.platform == "win32":  # it removes no open file
+                held.close()
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextlib.contextmanager
