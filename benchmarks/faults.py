@@ -1,6 +1,7 @@
 """The fault campaign: kills of the daemon and of commands, altered session files, damaged databases, all counted.
 
-    benchmarks/faults.py kills|commands|files|databases [--count N] [--seed S] [--state DIR] [--jobs N] [--only CASE[:COUNT]]
+    benchmarks/faults.py kills|commands|files|databases [--count N] [--seed S] [--state DIR] [--jobs N]
+                         [--only CASE[:COUNT]]
 
 What a seed injects is always the same, but for the moments of kills. The work goes on in units, each a process of its
 own, whose outcome stands in DIR (default: .cache/faults): the same command goes on where it was cut off. With --only

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -99,18 +100,19 @@ def list_sessions(
     The 100 used last, unless with --all; --json always has all of them.
     """
     limited = not (everything or as_json)
-    with open_store(data_dir) as store:
-        most = SHOWN + 1 if limited else None
-        if search is None:
-            sessions = store.sessions(most)
+    most = SHOWN + 1 if limited else sys.maxsize
+    with open_store(data_dir) as store, ExitStack() as held:
+        if search is not None:
+            found = iter(store.search(search, most).sessions)
         else:
-            sessions = list(store.search(search, sys.maxsize if most is None else most).sessions)
+            found = iter(store.sessions(most)) if limited else held.enter_context(store.each_session())
+        if as_json:
+            _print_summaries(found)
+            return
+        sessions = list(found)
     more = limited and len(sessions) > SHOWN
     if more:
         sessions.pop()
-    if as_json:
-        typer.echo(json_text([_summary(s) for s in sessions], 1))
-        return
     if not sessions:
         typer.echo("no session is kept here yet" if search is None else "no session has all these words", err=True)
         return
@@ -204,6 +206,15 @@ def _shown(message: Message) -> str:
     calls = [f"calls {plain(call.name)}({plain(call.arguments)})" for call in message.tool_calls]
     said = [plain(message.content, lines=True)] if message.content or not calls else []
     return "\n".join([*said, *calls])
+
+
+def _print_summaries(sessions: Iterator[Session]) -> None:
+    """Print a JSON list of sessions, one after the other: a store may have more than fit into memory."""
+    between = "[\n"
+    for session in sessions:
+        typer.echo(between + indent(json_text(_summary(session), 1), " "), nl=False)
+        between = ",\n"
+    typer.echo("[]" if between == "[\n" else "\n]")
 
 
 def _summary(session: Session) -> dict[str, Any]:

@@ -297,7 +297,7 @@ class Store:
 
     @contextmanager
     def each_session(self) -> Iterator[Iterator[Session]]:
-        """Open an iterator of all sessions at this moment, as `sessions` returns them; a page at a time is in memory."""
+        """Open an iterator of all sessions at this moment, as `sessions` returns them, a page at a time."""
         with self.reading() as connection:
             yield session_rows.iterate_sessions(connection, self.domain)
 
