@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
@@ -392,15 +391,20 @@ def find(
             titles, place = read_titles(connection, domain, place)
         for portion in _portions(titles):
             with reading() as connection:
-                for id_ in _having(connection, portion, words):
-                    with contextlib.suppress(UnknownSession):  # it was removed just now
-                        found.append(read_session(connection, id_, domain))
+                found += _read_some(connection, _having(connection, portion, words), domain)
             if len(found) > limit:
                 return SearchResult(tuple(found[:limit]), found[limit - 1].id)
             if time.monotonic() > until and (place is not None or portion[-1] is not titles[-1]):
                 return SearchResult(tuple(found), portion[-1].id)
         if place is None:
             return SearchResult(tuple(found), None)
+
+
+def _read_some(connection: Connection, ids: Sequence[str], domain: Domain) -> list[Session]:
+    """Read sessions in this order. Those that were removed just now are left out."""
+    with as_they_are(connection):
+        rows = {row.id: row for row in connection.execute(_SESSIONS.where(_s.id.in_(ids)))} if ids else {}
+    return [_session(connection, rows[one]) for one in ids if one in rows and domain.has(rows[one].owner)]
 
 
 def words_of(text: str) -> list[str]:
