@@ -236,12 +236,6 @@ COMMANDS = (
     Command("open, new", _nothing, lambda p: ["session", "list"], _new),
     Command("open", with_store, lambda p: ["session", "list"], _same),
     Command("session gc", with_store, lambda p: ["session", "gc", "--quota", "4MB"], _same),
-    Command(
-        *("gc of the daemon", with_store),
-        lambda p: ["serve", str(p.stock.artifact), "--quota", "4MB", "--threads", "1"],
-        _same,
-        serves=True,
-    ),
     Command("session rm", with_store, lambda p: ["session", "rm", "s0"], _removed),
     Command(
         *("session export", with_store),
@@ -258,6 +252,12 @@ COMMANDS = (
     Command("check --repair, rows", _damaged, lambda p: ["session", "check", "--repair"], _repaired),
     Command("check --repair, torn", _torn, lambda p: ["session", "check", "--repair"], _repaired),
     Command("pull", _nothing, _pulling, _pulled, ("--force",)),
+    Command(
+        *("gc of the daemon", with_store),
+        lambda p: ["serve", str(p.stock.artifact), "--quota", "4MB", "--threads", "1"],
+        _same,
+        serves=True,
+    ),
 )
 
 
