@@ -140,25 +140,33 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
     import tempfile
 
     from ssmd.hub.download import check_room
-    from ssmd.machine.privatefile import owned
     from ssmd.machine.progress import show_progress
     from ssmd.model import smollm2
-    from ssmd.refit.install import ABANDONED_S
 
     weights = smollm2_here(settings) or _fetch_smollm2(settings, say)
     if weights.is_dir():
         yield weights
         return
-    for left in Path(tempfile.gettempdir()).glob(f"{_UNPACKED}*"):  # by a process that was killed
-        with suppress(OSError):
-            if owned(left.lstat()) and time.time() - left.lstat().st_mtime > ABANDONED_S:
-                shutil.rmtree(left, ignore_errors=True)
+    remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=_UNPACKED) as path:
         check_room(smollm2.SOURCE_BYTES, Path(path), "TMPDIR", "unpacked")
         say(f"unpack SmolLM2 from {weights} …")
         with show_progress("unpack SmolLM2"):
             smollm2.write_source(weights, Path(path))
         yield Path(path)
+
+
+def remove_abandoned() -> None:
+    """Remove the unpacked weights of processes that were killed: folders of this user that are a day old."""
+    import tempfile
+
+    from ssmd.machine.privatefile import owned
+    from ssmd.refit.install import ABANDONED_S
+
+    for left in Path(tempfile.gettempdir()).glob(f"{_UNPACKED}*"):
+        with suppress(OSError):
+            if owned(left.lstat()) and time.time() - left.lstat().st_mtime > ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _fetch_smollm2(settings: Settings, say: Progress) -> Path:
