@@ -1,11 +1,12 @@
-"""The fault campaign: kills, altered session files, damaged databases; what became of each, counted.
+"""The fault campaign: kills of the daemon and of commands, altered session files, damaged databases, all counted.
 
-    benchmarks/faults.py kills|files|databases [--count N] [--seed S] [--state DIR] [--jobs N] [--only CASE[:COUNT]]
+    benchmarks/faults.py kills|commands|files|databases [--count N] [--seed S] [--state DIR] [--jobs N]
+                         [--only CASE[:COUNT]]
 
 What a seed injects is always the same, but for the moments of kills. The work goes on in units, each a process of its
 own, whose outcome stands in DIR (default: .cache/faults): the same command goes on where it was cut off. With --only
 some cases run again, alone, and print what they found; the data of what failed stay under DIR. Cases of `kills` are
-in episodes of 25, which begin at multiples of that.
+in episodes of 25, which begin at multiples of that. Each 20 cases of `commands` are kills of one command.
 """
 
 from __future__ import annotations
@@ -70,8 +71,15 @@ def databases(path: Path, first: int, count: int, seed: str, folder: Path) -> Ou
     return run(path, first, count, seed, folder)
 
 
+def commands(path: Path, first: int, count: int, seed: str, folder: Path) -> Outcome:
+    from interrupted import run
+
+    return run(path, first, count, seed, folder)
+
+
 PARTS = {
     "kills": Part(KILLS, 1_000, kills),
+    "commands": Part(20, 240, commands),
     "files": Part(1_000, 20_000, files),
     "databases": Part(50, 2_000, databases),
 }

@@ -1,18 +1,22 @@
 """A store with many sessions: how long it takes to list them, to match a long prompt, and to commit a turn.
 
-    python benchmarks/store_scale.py [--sessions 10000] [--turns 20] [--forks 1000]
+    python benchmarks/store_scale.py [--sessions 10000] [--turns 20] [--forks 1000] [--lists MODEL]
 
 Fills a store in a temporary folder: one session is committed turn by turn, the others are copies of its rows under ids,
 keys and hashes of their own; checkpoints are tiny, but as many rows as real ones. Medians, ms.
+
+With --lists only pages, searches and looks are measured, then commands, and a daemon that serves MODEL, a folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import sqlite3
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from keeping import HYBRID, Chat, find, user
+from daemon_process import SSMD, DaemonProcess
+from keeping import HYBRID, Chat, answer, find, user
 
 from ssmd.sessions.rows.turns import seal
 from ssmd.sessions.store import Store
@@ -83,12 +88,12 @@ def _copy(row: dict[str, Any], table: str, number: int, step: dict[str, int]) ->
     return row
 
 
-def median_ms(work: Callable[[], object]) -> float:
+def median_ms(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     times = []
     for _ in range(REPEATS):
-        started = time.perf_counter()
+        started = clock()
         work()
-        times.append((time.perf_counter() - started) * 1e3)
+        times.append((clock() - started) * 1e3)
     return statistics.median(times)
 
 
@@ -145,8 +150,82 @@ def measure(store: Store, forks: int) -> None:
     print(f"commit, at the quota, emptying {median_ms(commit):8.2f}")
 
 
+def measure_lists(store: Store) -> None:
+    """Measure pages and looks within the store: ms of processor time, so that a busy machine tells the same."""
+    ids = store.ids()
+    print("| in the store | CPU ms |\n| --- | --- |")
+    for name, work in {
+        "the 100 used last": lambda: store.sessions(101),
+        "a page in the middle": lambda: store.sessions(101, ids[len(ids) // 2]),
+        "the last page": lambda: store.sessions(101, ids[-102]),
+        "a search that finds 100": lambda: store.search("question", 100),
+        "a search that finds nothing, of 0.5 s": lambda: store.search("nowhere", 100, within_s=0.5),
+        "ids that begin as one does": lambda: store.ids(ids[9][:-1]),
+        "one session": lambda: store.session(ids[-1]),
+        "counts, for /metrics": store.count,
+        "match of a prompt": lambda: match(store),
+        "look for sessions to be counted, when idle": store.settle,
+        "look for states without a turn, when idle": store.sweep,
+        "a fork": lambda: store.fork(ids[5]),
+        "room for one state": lambda: store.collect(store.bytes_stored() - 1),
+    }.items():
+        print(f"| {name} | {median_ms(work, time.process_time):.1f} |")
+
+
+def match(store: Store) -> None:
+    with store.snapshot() as stored:
+        assert stored.echoed([user("question 0"), answer("yes"), user("and then?")]) is not None
+
+
+def measure_commands(data_dir: Path, one: str) -> None:
+    """Measure commands: processor time, and most memory."""
+    print("\n| command | CPU s | MiB | output, MB |\n| --- | --- | --- | --- |")
+    for words in (
+        *(["session", "list"], ["session", "list", "--all"], ["session", "list", "--json"]),
+        *(["session", "list", "--search", "nowhere"], ["session", "show", one[:-1]], ["session", "tree", one]),
+        *(["session", "gc", "--dry-run"], ["session", "check"], ["session", "rm", one]),
+    ):
+        with tempfile.TemporaryFile() as out:
+            env = {**os.environ, "SSMD_DATA_DIR": str(data_dir)}
+            process = subprocess.Popen([*SSMD, *words], env=env, stdout=out, stderr=out)
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            seconds, size = used.ru_utime + used.ru_stime, os.fstat(out.fileno()).st_size
+        shown = " ".join(words).replace(one, "ID")
+        print(f"| {shown} | {seconds:.1f} | {used.ru_maxrss >> 10} | {size / 1e6:.2f} |", flush=True)
+
+
+def measure_daemon(model: Path, data_dir: Path, middle: str) -> None:
+    """Measure a daemon's start and its answers: processor time of its process."""
+    print("\n| the daemon | CPU ms |\n| --- | --- |")
+    with tempfile.TemporaryDirectory() as empty, DaemonProcess(model, Path(empty) / "data") as daemon:
+        print(f"| start, with an empty store | {_cpu_ms(daemon):.0f} |")
+    with DaemonProcess(model, data_dir) as daemon:
+        print(f"| start | {_cpu_ms(daemon):.0f} |")
+        page = "/ssmd/v1/sessions?limit=100"
+        for path in ("/health", "/metrics", page, f"{page}&after={middle}", f"{page}&search=question"):
+            size = len(json.dumps(daemon.get(path)[1]))
+            before = _cpu_ms(daemon)
+            for _ in range(REPEATS):
+                daemon.get(path)
+            took = (_cpu_ms(daemon) - before) / REPEATS
+            print(f"| GET {path.replace(middle, 'MIDDLE')} ({size / 1e3:.1f} kB) | {took:.1f} |")
+        before = _cpu_ms(daemon)
+        for number in range(REPEATS):
+            daemon.chat([{"role": "user", "content": f"Hello {number}"}], max_tokens=2)
+        print(f"| a chat of two tokens | {(_cpu_ms(daemon) - before) / REPEATS:.1f} |")
+        print(f"\nresident memory: {sum(daemon.resident_mb()):.0f} MB")
+
+
+def _cpu_ms(daemon: DaemonProcess) -> float:
+    assert daemon.process is not None
+    fields = Path(f"/proc/{daemon.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1e3 / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lists", type=Path, metavar="MODEL")
     parser.add_argument("--sessions", type=int, default=10_000)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--forks", type=int, default=1000)
@@ -159,8 +238,15 @@ def main() -> None:
         took, size = time.perf_counter() - started, store.file.stat().st_size
         print(f"{asked.sessions} sessions of {asked.turns} turns, {size / 1e6:.0f} MB, filled in {took:.0f} s")
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; medians of {REPEATS}, ms")
-        measure(store, asked.forks)
+        if asked.lists is None:
+            measure(store, asked.forks)
+            store.close()
+            return
+        measure_lists(store)
+        ids = store.ids()
         store.close()
+        measure_daemon(asked.lists, Path(folder), ids[len(ids) // 2])
+        measure_commands(Path(folder), ids[7])
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def test_unknown_file_keys_and_broken_files_are_refused(monkeypatch: pytest.Monk
     assert "larger than" in refusal()
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
 def test_a_settings_file_written_on_windows_is_read(
     encoding: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -190,8 +190,9 @@ def test_a_settings_file_written_on_windows_is_read(
     file.write_bytes("port = 7001\r\n# für alle\r\n".encode(encoding))
     monkeypatch.setenv("SSMD_CONFIG", str(file))
     assert Settings().port == 7001
-    file.write_bytes("port = 7001".encode("utf-16")[:-1])
-    assert "is not TOML: 'utf-16" in refusal()
+    for name in ("utf-16", "utf-32"):
+        file.write_bytes("port = 7001".encode(name)[:-1])
+        assert f"is not TOML: '{name}" in refusal()
 
 
 @pytest.mark.parametrize("key", ["short", "has space in it", "schlüssel-lang", "new\nline-key", "k" * 513])

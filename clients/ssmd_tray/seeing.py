@@ -17,6 +17,7 @@ _AT_WORK = ("restoring", "prefill", "decode")
 _MINUTES = "in the last five minutes"
 _REASONS = {  # docs/http-daemon.md, Health
     "disk_full": "the disk is full: what is said now is not kept",
+    "read_only": "the disk is read-only: turns are not kept",
     "locked": "another program holds the database: turns are not kept",
     "damaged": "the database is damaged: `ssmd session check` says more",
     "replaced": "the database was removed or replaced: turns are not kept; restart the daemon",

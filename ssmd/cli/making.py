@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from ssmd.machine.progress import Progress
     from ssmd.model.artifact import Manifest
     from ssmd.model.source import Source
+
+_UNPACKED = "ssmd-smollm2-"  # begins the name of a temporary folder
 
 
 class BuildFailed(ValueError):
@@ -143,12 +147,26 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
     if weights.is_dir():
         yield weights
         return
-    with tempfile.TemporaryDirectory(prefix="ssmd-") as path:
+    remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=_UNPACKED) as path:
         check_room(smollm2.SOURCE_BYTES, Path(path), "TMPDIR", "unpacked")
         say(f"unpack SmolLM2 from {weights} …")
         with show_progress("unpack SmolLM2"):
             smollm2.write_source(weights, Path(path))
         yield Path(path)
+
+
+def remove_abandoned() -> None:
+    """Remove the unpacked weights of processes that were killed: folders of this user that are a day old."""
+    import tempfile
+
+    from ssmd.machine.privatefile import owned
+    from ssmd.refit.install import ABANDONED_S
+
+    for left in Path(tempfile.gettempdir()).glob(f"{_UNPACKED}*"):
+        with suppress(OSError):
+            if owned(left.lstat()) and time.time() - left.lstat().st_mtime > ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _fetch_smollm2(settings: Settings, say: Progress) -> Path:

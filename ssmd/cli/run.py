@@ -167,7 +167,7 @@ def _stdin(*, asked: bool) -> str:
     ended.join()
     if len(held) > MAX_STDIN_BYTES:
         fail(f"stdin is longer than {MAX_STDIN_BYTES >> 20} MiB; give a part of it, as with head -c", USAGE)
-    if 0 in held and not held.startswith(textfile.UTF_16):
+    if 0 in held and textfile.encoding(held) == textfile.UTF_8:
         fail("stdin is not text: it has zero bytes; convert it first, as with pdftotext or iconv", USAGE)
     try:
         return textfile.decode(bytes(held))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -79,7 +83,7 @@ def read_session(store: Store, given: str) -> Session:
     try:
         return store.session(given)
     except UnknownSession:
-        whole = whole_id("sessions", given, (s.id for s in store.sessions())) if given else given
+        whole = whole_id("sessions", given, store.ids(given)) if given else given
         if whole == given:
             raise
         return store.session(whole)
@@ -100,45 +104,54 @@ def list_sessions(
     The 100 used last, unless with --all; --json always has all of them.
     """
     limited = not (everything or as_json)
-    with open_store(data_dir) as store:
-        most = SHOWN + 1 if limited else None
-        if search is None:
-            sessions = store.sessions(most)
+    most = SHOWN + 1 if limited else sys.maxsize
+    with open_store(data_dir) as store, ExitStack() as held:
+        if search is None and not limited:
+            each = held.enter_context(store.each_session())
         else:
-            sessions = list(store.search(search, sys.maxsize if most is None else most).sessions)
-    more = limited and len(sessions) > SHOWN
-    if more:
-        sessions.pop()
-    if as_json:
-        typer.echo(json_text([_summary(s) for s in sessions], 1))
-        return
-    if not sessions:
-        typer.echo("no session is kept here yet" if search is None else "no session has all these words", err=True)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    names = ["id", "model", "turns", "size", "shared", "last used", ""]
-    owned = any(s.info.owner for s in sessions)
-    rows = []
-    for s in sessions:
-        used = _used(s).astimezone().strftime("%Y-%m-%d %H:%M")
-        sizes = _size(s.nbytes), _size(s.nbytes - s.own_nbytes) if s.nbytes > s.own_nbytes else ""
-        pinned = "pinned" if s.info.pinned else ""
-        owner = [plain(s.info.owner)] if owned else []
-        rows.append((s.id, plain(s.info.model), str(s.turns), *sizes, used, pinned, *owner, plain(s.title)))
-    table = Table(box=None, pad_edge=False)
-    for i, name in enumerate([*names, "key"] if owned else names):
-        table.add_column(name, no_wrap=True, min_width=max(len(name), *(len(row[i]) for row in rows)))
-    table.add_column("title", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))  # Text: what users and models wrote is not to be read as markup
-    # A file or a pipe gets whole lines; a narrow terminal loses titles first, ids never.
-    console = Console() if sys.stdout.isatty() else Console(width=1000)
-    console.print(table)
+            some = store.sessions(most) if search is None else store.search(search, most).sessions
+            each = partial(iter, some)
+        if as_json:
+            _print_summaries(each())
+            return
+        if next(each(), None) is None:
+            typer.echo("no session is kept here yet" if search is None else "no session has all these words", err=True)
+            return
+        more = _print_table(each, SHOWN if limited else sys.maxsize)
     if more:
         typer.echo(f"these are the {SHOWN} used last; --all lists the others too", err=True)
+
+
+def _print_table(each: Callable[[], Iterator[Session]], most: int) -> bool:
+    """Print at most `most` sessions, a line each. Return True if there are more.
+
+    It reads them twice, first for the widths of the columns: a store may have more than fit into memory.
+    """
+    from rich.cells import cell_len, set_cell_size
+
+    names = ["id", "model", "turns", "size", "shared", "last used", "", "key", "title"]
+    widths, owned, count = [len(name) for name in names], False, 0
+    for session in islice(each(), most):
+        widths = [max(width, cell_len(cell)) for width, cell in zip(widths, _row(session), strict=True)]
+        owned |= bool(session.info.owner)
+        count += 1
+    shown = [i for i in range(len(names) - 1) if owned or names[i] != "key"]
+    # A file or a pipe gets whole lines; a narrow terminal loses titles first, ids never.
+    room = sys.maxsize
+    if sys.stdout.isatty():
+        room = max(1, shutil.get_terminal_size().columns - sum(widths[i] + 2 for i in shown))
+    for row in chain([names], map(_row, islice(each(), count))):
+        title = row[-1] if cell_len(row[-1]) <= room else set_cell_size(row[-1], room - 1) + "\u2026"
+        line = "".join(row[i] + " " * (widths[i] + 2 - cell_len(row[i])) for i in shown) + title
+        typer.echo(typer.style(line, bold=True) if row is names else line)
+    return count == most and next(islice(each(), most, None), None) is not None
+
+
+def _row(session: Session) -> list[str]:
+    used = _used(session).astimezone().strftime("%Y-%m-%d %H:%M")
+    shared = _size(session.nbytes - session.own_nbytes) if session.nbytes > session.own_nbytes else ""
+    texts = session.id, plain(session.info.model), str(session.turns), _size(session.nbytes), shared, used
+    return [*texts, "pinned" if session.info.pinned else "", plain(session.info.owner), plain(session.title)]
 
 
 @app.command("show")
@@ -205,6 +218,15 @@ def _shown(message: Message) -> str:
     calls = [f"calls {plain(call.name)}({plain(call.arguments)})" for call in message.tool_calls]
     said = [plain(message.content, lines=True)] if message.content or not calls else []
     return "\n".join([*said, *calls])
+
+
+def _print_summaries(sessions: Iterator[Session]) -> None:
+    """Print a JSON list of sessions, one after the other: a store may have more than fit into memory."""
+    between = "[\n"
+    for session in sessions:
+        typer.echo(between + indent(json_text(_summary(session), 1), " "), nl=False)
+        between = ",\n"
+    typer.echo("[]" if between == "[\n" else "\n]")
 
 
 def _summary(session: Session) -> dict[str, Any]:

@@ -50,8 +50,13 @@ def export(
     if no_state and all_states:
         fail("--no-state and --all-states contradict each other", USAGE)
     states: States = "none" if no_state else "all" if all_states else "newest"
+    from ssmd.sessions.files.transfer import remove_unfinished
+
     with open_store(data_dir) as store:
-        for session_id, file in _targets(store, arguments or [], into, everything, force):
+        targets = _targets(store, arguments or [], into, everything, force)
+        for folder in {file.parent for _, file in targets}:
+            remove_unfinished(folder)
+        for session_id, file in targets:
             _export_one(store, session_id, file, states, force=force, as_json=as_json)
 
 
@@ -66,10 +71,7 @@ def _targets(
     if everything == bool(arguments):
         fail("name the sessions, or pass --all", USAGE)
     folder = into.expanduser()
-    if everything:
-        ids = [s.id for s in store.sessions()]
-    else:
-        ids = list(dict.fromkeys(read_session(store, given).id for given in arguments))
+    ids = store.ids() if everything else list(dict.fromkeys(read_session(store, given).id for given in arguments))
     targets = [(i, folder / f"{i}.ssmd") for i in ids]  # ids are letters, digits, _ and -, so they cannot form a path
     names = [file.name.lower() for _, file in targets]
     if len(set(names)) < len(names):

@@ -23,7 +23,7 @@ CANCELLED = "cancelled"  # outcome of a request whose client left
 STOPPED = "stopped"  # outcome of a request that was stopped on demand
 RECENT = 30  # ended requests that are listed one by one
 _OF_ONE = ("prompt_tokens", "cached_tokens", "generated_tokens", "ttft_ms", "prefill_ms", "restore_ms", "tokens_per_s")
-REASONS = ("disk_full", "locked", "damaged", "replaced", "late", "error")  # why a turn is not stored
+REASONS = ("disk_full", "read_only", "locked", "damaged", "replaced", "late", "error")  # why a turn is not stored
 
 RECENT_S = 300  # window of the recent percentiles
 _SLOT_S = 10  # values leave the window in slots of this many seconds

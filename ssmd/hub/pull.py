@@ -234,6 +234,8 @@ def _remember(home: Path, revision: str, commit: str) -> None:
     commits = _revisions(home)
     if commits.get(revision) != commit:
         new = home / f".{REVISIONS}-{os.getpid()}"
+        for left in home.glob(f".{REVISIONS}-*"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         _write_json(new, {**commits, revision: commit})
         new.replace(home / REVISIONS)
 

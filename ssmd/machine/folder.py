@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import sys
+import tempfile
 from pathlib import Path
 
 if sys.platform == "win32":
@@ -87,8 +89,8 @@ def own(path: Path, called: str, advice: str) -> None:
                 path.chmod(0o700)
         elif others_open(path):
             close_to_others(path)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise ValueError(f"{called} {path} cannot be written; {advice}")
+        if reason := _why_not_writable(path):
+            raise ValueError(f"{called} {path} cannot be written ({reason}); {advice}")
     except OSError as err:
         raise ValueError(f"{called} {path} cannot be made ({err.strerror or err}); {advice}") from err
 
@@ -97,8 +99,27 @@ def writable(path: Path, called: str, advice: str) -> None:
     """Make a folder that others may read. Raises ValueError, as `own` does."""
     try:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
-        reason = "" if os.access(path, os.W_OK | os.X_OK) else "permission denied"
+        reason = _why_not_writable(path)
     except OSError as err:
         reason = err.strerror or str(err)
     if reason:
         raise ValueError(f"{called} {path} cannot be written ({reason}); {advice}")
+
+
+def _why_not_writable(path: Path) -> str:
+    """Return why this user cannot write into a folder; "" if it can."""
+    if os.access(path, os.W_OK | os.X_OK):
+        return ""
+    return "its file system is read-only; see the system's log, and remount it" if read_only(path) else "no permission"
+
+
+def read_only(path: Path) -> bool:
+    """Return True if the file system of a folder takes no writes.
+
+    It tries to make a file. After errors of a disk, the flags of the file system may not show it.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return False
+    except OSError as err:
+        return err.errno == errno.EROFS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -318,6 +318,17 @@ class Store:
         """
         with self.reading() as connection:
             return session_rows.read_sessions(connection, self.domain, limit, after)
+
+    @contextmanager
+    def each_session(self) -> Iterator[Callable[[], Iterator[Session]]]:
+        """Open the list of all sessions at this moment. Each call begins it anew; a page at a time is in memory."""
+        with self.reading() as connection:
+            yield lambda: session_rows.iterate_sessions(connection, self.domain)
+
+    def ids(self, beginning: str = "") -> list[str]:
+        """Read the ids of the sessions that begin so, most recently used first."""
+        with self.reading() as connection:
+            return session_rows.read_ids(connection, self.domain, beginning)
 
     def newest(self) -> Session | None:
         """Read the session used last, if there is one."""

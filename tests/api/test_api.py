@@ -356,8 +356,10 @@ def test_refusals_before_anything_runs(tiny: Daemon) -> None:
 def test_a_byte_order_mark_before_a_body_is_left_out(tiny: Daemon) -> None:
     body = json.dumps(tiny.body())
     assert tiny.served.ask("POST", CHAT, body.encode("utf-8-sig")).status == 200
-    refused = tiny.served.ask("POST", CHAT, body.encode("utf-16")).error
-    assert (refused["code"], refused["message"]) == ("invalid_json", "the request body is UTF-16; send it as UTF-8")
+    for name in ("utf-16", "utf-32"):
+        refused = tiny.served.ask("POST", CHAT, body.encode(name)).error
+        said = f"the request body is {name.upper()}; send it as UTF-8"
+        assert (refused["code"], refused["message"]) == ("invalid_json", said)
     assert tiny.served.ask("GET", CHAT).status == 405
     assert tiny.served.ask("POST", "/v1/nothing", {}).error["code"] == "not_found"
     assert tiny.served.ask("POST", CHAT, tiny.body(), {"host": "evil.example"}).status == 403

@@ -50,14 +50,14 @@ def test_names_keys_and_what_they_may(tmp_path: Path) -> None:
     assert ALICE not in repr(found)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
 def test_a_keys_file_written_on_windows_is_read(encoding: str, tmp_path: Path) -> None:
     file = written(tmp_path / "keys", FILE)
     keys = read_keys(file)
     file.write_bytes(FILE.encode(encoding))
     assert read_keys(file) == keys
     file.write_bytes(FILE.encode(encoding) + b"\xff")
-    with pytest.raises(SettingsError, match="is not UTF-8" if encoding == "utf-8-sig" else "is not UTF-16"):
+    with pytest.raises(SettingsError, match=f"is not {encoding.upper().removesuffix('-SIG')}"):
         read_keys(file)
 
 

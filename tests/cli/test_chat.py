@@ -110,7 +110,7 @@ def test_what_cannot_be_a_prompt_is_a_wrong_command_line(
     _is_refused(home, tmp_path, given, said, locale)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
 def test_a_prompt_in_a_file_of_windows_is_read(home: Home, tmp_path: Path, encoding: str) -> None:
     (tmp_path / "file").write_bytes("Tell me a café story".encode(encoding))
     done = _shell(home, '$SSMD run llama --max-tokens 2 <"$FILE"', FILE=str(tmp_path / "file"))

@@ -1,4 +1,4 @@
-"""A disk that is really full: words are kept, sessions can be removed, and states come back when there is room."""
+"""A disk that is really full: words are kept, sessions can be removed, and states come back with room. Or read-only."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ def fill(disk: Path) -> None:
 
 def ssmd(data: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return commands.ssmd("session", *args, "--data-dir", str(data), env=os.environ)
+
+
+@pytest.mark.parametrize("words", [("list",), ("check", "--repair"), ("export", "s", "x.ssmd")])
+def test_a_command_names_a_read_only_disk(words: tuple[str, ...], disk: Path) -> None:
+    new_store(disk / "data").close()
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    done = ssmd(disk / "data", *words)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "cannot be written (its file system is read-only; see the system's log, and remount it)" in done.stderr
 
 
 def free(disk: Path) -> int:

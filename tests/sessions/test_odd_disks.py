@@ -1,6 +1,7 @@
-"""File systems without shared memory or without locks: a real daemon and commands, over a library that refuses these.
+"""File systems without shared memory or locks, or that turn read-only: a daemon and commands over a shim of these.
 
-Network file systems, and those that a container or a virtual machine shares with its host, refuse one or both.
+Network file systems, and those that a container or a virtual machine shares with its host, refuse one or both. After
+errors of a disk, Linux refuses all writes, also through files that are open.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ COMPILER = shutil.which("gcc") or shutil.which("cc")
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or COMPILER is None, reason="needs a C compiler and LD_PRELOAD of Linux"
 )
+SESSIONS = "/ssmd/v1/sessions"
 # The command, which waits a moment for a lock in place of 10 s.
 IMPATIENT = "import sys; from ssmd.cli import main, session; session.BUSY_MS = 500; sys.argv[0] = 'ssmd'; main()"
 LIBRARY = r"""
@@ -44,6 +46,7 @@ LIBRARY = r"""
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static int refused(int fd, const char *what, const char *ending) {
@@ -82,6 +85,61 @@ MMAP(mmap64)
 FCNTL(fcntl)
 FCNTL(fcntl64)
 
+/* A file system that turned read-only: its flags and `access` do not show it. */
+static int read_only(const char *path) {
+    const char *refuses = getenv("REFUSES"), *folder = getenv("FOLDER"), *while_there = getenv("WHILE_THERE");
+    return path && refuses && folder && while_there && !strcmp(refuses, "writes")
+        && !strncmp(path, folder, strlen(folder)) && !access(while_there, F_OK);
+}
+static int read_only_fd(int fd) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = fd < 3 ? -1 : readlink(link, path, sizeof path - 1);
+    if (length < 0) return 0;
+    path[length] = 0;
+    return read_only(path);
+}
+
+#define OPEN(name) \
+    int name(const char *path, int flags, ...) { \
+        int (*real)(const char *, int, ...) = dlsym(RTLD_NEXT, #name); \
+        va_list rest; \
+        va_start(rest, flags); \
+        int mode = va_arg(rest, int); \
+        va_end(rest); \
+        int writes = (flags & O_ACCMODE) != O_RDONLY || (flags & O_CREAT && access(path, F_OK)); \
+        if (writes && read_only(path)) { errno = EROFS; return -1; } \
+        return real(path, flags, mode); \
+    }
+OPEN(open)
+OPEN(open64)
+
+#define WRITE(name, of, ...) \
+    of name(int fd, __VA_ARGS__) { \
+        if (read_only_fd(fd)) { errno = EROFS; return -1; } \
+        return ((of (*)(int, __VA_ARGS__))dlsym(RTLD_NEXT, #name))
+WRITE(write, ssize_t, const void *data, size_t size)(fd, data, size); }
+WRITE(pwrite, ssize_t, const void *data, size_t size, off_t at)(fd, data, size, at); }
+WRITE(pwrite64, ssize_t, const void *data, size_t size, off_t at)(fd, data, size, at); }
+WRITE(ftruncate, int, off_t size)(fd, size); }
+WRITE(ftruncate64, int, off_t size)(fd, size); }
+
+#define NAME(name) \
+    int name(const char *path) { \
+        if (read_only(path)) { errno = EROFS; return -1; } \
+        return ((int (*)(const char *))dlsym(RTLD_NEXT, #name))(path); \
+    }
+NAME(unlink)
+NAME(rmdir)
+int rename(const char *old, const char *new) {
+    if (read_only(new)) { errno = EROFS; return -1; }
+    return ((int (*)(const char *, const char *))dlsym(RTLD_NEXT, "rename"))(old, new);
+}
+int mkdir(const char *path, mode_t mode) {
+    if (read_only(path)) { errno = EROFS; return -1; }
+    return ((int (*)(const char *, mode_t))dlsym(RTLD_NEXT, "mkdir"))(path, mode);
+}
+
 int fsync(int fd) {
     if (refused(fd, "fsync", "-wal")) { errno = EIO; return -1; }
     return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd);
@@ -109,12 +167,14 @@ class Machine:
 
     def __init__(self, library: Path, path: Path) -> None:
         self.data = path / "data"
+        self.remounted = path / "read-only"  # writes are refused while this file is there
         self._library = library
 
     def _environment(self, refuses: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SSMD_")}
         own = {"SSMD_DATA_DIR": str(self.data), "SSMD_PORT": "0", "XDG_CONFIG_HOME": str(self.data.parent / "config")}
         shim = {"LD_PRELOAD": str(self._library), "REFUSES": refuses, "FOLDER": str(self.data)}
+        shim["WHILE_THERE"] = str(self.remounted)
         return {**kept, **own, **(shim if refuses else {}), "PYTHONPATH": os.pathsep.join(sys.path)}
 
     def ssmd(self, *arguments: str, refuses: str) -> tuple[int, str, str]:
@@ -186,6 +246,35 @@ def test_a_disk_without_locks_is_named(library: Path, tmp_path: Path, refuses: s
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "its file system cannot lock files" in err
     assert "move the data directory to a local disk, and name it with --data-dir or SSMD_DATA_DIR" in err
+
+
+def test_a_daemon_on_a_disk_turned_read_only_heals(artifacts: TinyArtifacts, library: Path, tmp_path: Path) -> None:
+    """Answers go on, what is not stored is said so, and all that was stored is there."""
+    artifact, machine = artifacts["llama-f32"], Machine(library, tmp_path)
+    with machine.daemon(artifact, refuses="writes") as served:
+        first = chat(served, artifact, "Hello")
+        assert first["stored"] is True
+        machine.remounted.touch()
+        lost = [chat(served, artifact, f"Hello {n}") for n in range(3)]
+        assert [one["stored"] for one in lost] == [False] * 3
+        health = served.ask("GET", "/health").json
+        assert (health["status"], health["reason"]) == ("degraded", "read_only")
+        assert "remount it read-write" in health["message"]
+        assert [one["id"] for one in served.ask("GET", SESSIONS).json["data"]] == [first["session"]]
+        removed = served.ask("DELETE", f"{SESSIONS}/{first['session']}")
+        assert removed.status == 503
+        assert "its file system is read-only" in removed.error["message"]
+        code, out, err = machine.ssmd("session", "rm", first["session"], refuses="writes")
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert "its file system is read-only" in err
+        machine.remounted.unlink()
+        assert chat(served, artifact, "Hello again")["stored"] is True
+        assert served.ask("GET", "/health").json["status"] == "ok"
+        assert len(served.ask("GET", SESSIONS).json["data"]) == 2
+    log = (machine.data / "daemon.log").read_text()
+    assert "Traceback" not in log
+    code, out, err = machine.ssmd("session", "check", "--json", refuses="")
+    assert (code, json.loads(out)["sessions"]) == (0, 2)
 
 
 @pytest.mark.full  # test_each_extended_error_says_what_to_do sees the same words

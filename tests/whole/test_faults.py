@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import databases
+import interrupted
 import pytest
 from conftest import TinyArtifacts
 from kills import Episode
@@ -17,6 +18,7 @@ from ssmd.model.artifact import Artifact
 KILLS = int(os.environ.get("SSMD_KILLS", "3"))
 SECONDS = float(os.environ.get("SSMD_MIXED_SECONDS", "3"))
 DATABASES = int(os.environ.get("SSMD_DATABASES", "9"))
+COMMANDS = int(os.environ.get("SSMD_COMMANDS", "2"))
 MODELS = ("granite-f32", *(pytest.param(name, marks=pytest.mark.full) for name in ("mamba-f32", "llama-f32")))
 
 
@@ -36,6 +38,15 @@ def test_damaged_databases(model: str, artifacts: TinyArtifacts, tmp_path: Path)
     counts, failures = databases.run(artifacts[model], 0, DATABASES, "a", tmp_path)
     assert not failures
     assert all(counts[f"{kind}/injected"] for kind in ("pages", "rows", "log"))
+
+
+@pytest.mark.parametrize("command", interrupted.COMMANDS, ids=lambda command: command.name)
+def test_killed_commands(command: interrupted.Command, artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """The store is sound and has all turns, files are whole or absent, and the same command succeeds afterwards."""
+    first = interrupted.COMMANDS.index(command) * interrupted.KILLS
+    counts, failures = interrupted.run(artifacts["llama-f32"], first, COMMANDS, "a", tmp_path)
+    assert not failures
+    assert counts[f"{command.name}/injected"] == COMMANDS
 
 
 def test_several_models_under_load(artifacts: TinyArtifacts, tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def parse_object(raw: bytes, go_on: Callable[[], None] = lambda: None) -> dict[s
     A byte order mark before it is left out. go_on: called now and then. Raises Rejection, for a number or a surrogate
     with the path of its field as `param`, and the errors of `go_on`.
     """
-    if raw.startswith(textfile.UTF_16):
-        raise Rejection("the request body is UTF-16; send it as UTF-8", code="invalid_json")
+    if (encoding := textfile.encoding(raw)) != textfile.UTF_8:
+        raise Rejection(f"the request body is {encoding.upper()}; send it as UTF-8", code="invalid_json")
     raw = raw.removeprefix(codecs.BOM_UTF8)
     if too_many(raw, MAX_VALUES, b"[{,", go_on):
         raise Rejection(f"the request body has more than {MAX_VALUES} values", code="invalid_json")

@@ -85,7 +85,7 @@ class Sessions:
         self._kept = store
         self._pool = on.pool
         self._downloads = Downloads()
-        # Left by a process that was killed: files that it received or was to send, or had not finished (`.tmp`).
+        # Left by a process that was killed: files that it received or was to send, or had not finished.
         for left in () if store is None else store.file.parent.glob(f"*{_SCRATCH}*"):
             left.unlink(missing_ok=True)
 

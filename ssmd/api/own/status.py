@@ -18,6 +18,8 @@ from ssmd.api.operation import Endpoint, Service
 _ADVICE = {
     "disk_full": "the disk is full: turns are stored without their states, or not at all; free some space, or remove "
     "sessions with `ssmd session rm`",
+    "read_only": "the session store's file system is read-only, and turns are not stored: see the system's log, and "
+    "remount it read-write",
     "locked": "another process writes to the session store and does not end: turns are not stored",
     "damaged": "the session store is damaged, and turns are not stored: stop the daemon, then `ssmd session check "
     "--repair`",

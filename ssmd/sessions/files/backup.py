@@ -11,12 +11,15 @@ import contextlib
 import os
 import shutil
 import sqlite3
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from ssmd.machine import folder
+from ssmd.machine.lockfile import lock
+from ssmd.machine.privatefile import NOLINK
 from ssmd.machine.progress import show_progress, tell
 from ssmd.machine.size import show_size
 from ssmd.sessions.fsck.findings import Damage
@@ -30,6 +33,7 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 UNFINISHED = "incomplete"  # the folder in the target until all is copied and checked
+_LOCK = ".lock"  # in that folder
 _AT_ONCE_BYTES = 16 << 20  # bytes of states between two progress reports
 _AT_ONCE_TURNS = 500
 _LEAST_BYTES = 2 << 20  # size of a nearly empty file, and of SQLite's own data beside rows
@@ -62,8 +66,7 @@ def back_up(data_dir: Path, target: Path, *, states: bool = True, busy_ms: int =
         raise StoreError(f"there are no sessions in {data_dir}: nothing to back up")
     target = _emptied(data_dir, target)
     unfinished = target / UNFINISHED
-    try:
-        folder.make_private(unfinished)
+    with _held(unfinished):
         with closing(Store.open(unfinished)) as empty:
             alone = empty.alone
         copy = unfinished / database.FILE
@@ -77,8 +80,6 @@ def back_up(data_dir: Path, target: Path, *, states: bool = True, busy_ms: int =
         file = target / database.FILE
         _flush(copy)
         copy.rename(file)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     _flush(target)
     return Backup(file, file.stat().st_size, states, *counted, found.damages)
 
@@ -90,7 +91,7 @@ def _emptied(data_dir: Path, target: Path) -> Path:
         real, home = target.resolve(), data_dir.resolve()
         if real == home or home in real.parents:
             raise StoreError(f"{target} is in the data directory {data_dir}, and would be lost with it; choose another")
-        there = next(target.iterdir(), None) if target.exists() else None
+        there = next((one for one in target.iterdir() if one.name != UNFINISHED), None) if target.exists() else None
         if there is not None:
             raise StoreError(f"{target} is not empty ({there.name} is there); a backup takes a folder of its own")
         folder.own(target, "the backup's folder", "choose another")
@@ -108,6 +109,30 @@ def _check_private(target: Path, copy: Path) -> None:
             f"the file system of {target} does not keep permissions, so other users could read the conversations; "
             "choose a folder on another one"
         )
+
+
+@contextlib.contextmanager
+def _held(unfinished: Path) -> Iterator[None]:
+    """Make the folder of a copy, and remove it afterwards. One that a killed backup left is emptied first."""
+    with contextlib.ExitStack() as held:
+        try:
+            folder.make_private(unfinished)
+            descriptor = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT | NOLINK, 0o600)
+            held.callback(os.close, descriptor)
+            if not lock(descriptor):
+                advice = "wait for it, or choose another folder"
+                raise StoreError(f"another `ssmd backup` writes to {unfinished.parent}; {advice}")
+            for left in unfinished.iterdir():
+                if left.name != _LOCK:
+                    left.unlink()
+        except OSError as err:
+            raise StoreError(f"{unfinished} cannot be used for a backup: {err.strerror or err}; remove it") from err
+        try:
+            yield
+        finally:
+            if sys.platform == "win32":  # it removes no open file
+                held.close()
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -6,12 +6,15 @@ import contextlib
 import io
 import os
 import secrets
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from ssmd.machine.lockfile import lock
+from ssmd.machine.privatefile import NOFOLLOW
 from ssmd.machine.room import SparingFile
 from ssmd.model.state import StateSpec
 from ssmd.sessions.files import contents
@@ -22,6 +25,8 @@ from ssmd.sessions.line import NOTHING, SILENCE
 from ssmd.sessions.rows.blobs import EncodedCheckpoint
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo
+
+_UNFINISHED = ".ssmd-part"  # ends the name of a file that is not whole yet
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,11 @@ def export_session(
     """
     if not force and os.path.lexists(file):
         raise SessionFileError(f"{file} exists already; choose another name, or overwrite it with --force")
-    temporary = file.parent / f".{file.name[:100]}.{secrets.token_hex(6)}.tmp"
     try:
-        raw = SparingFile(temporary, spare)
-        try:
+        with _unfinished(file, spare) as (temporary, raw):
             with io.BufferedRandom(raw) as out, store.reading() as connection:
                 result = pack(store, connection, store.session_in(connection, session_id), out, states)
             _publish(temporary, file, force=force)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
     except OSError as err:
         raise SessionFileError(f"{file} cannot be written: {err.strerror or err}") from err
     except ValidationError as err:  # more turns than a file may have, say, or one that was damaged
@@ -76,6 +76,38 @@ def export_session(
         where = ".".join(map(str, why["loc"]))
         raise SessionFileError(f"session {session_id!r} does not fit into a file: {where}: {why['msg']}") from err
     return result
+
+
+@contextlib.contextmanager
+def _unfinished(file: Path, spare: int) -> Iterator[tuple[Path, SparingFile]]:
+    """Make a file beside `file`, locked until the body ends, and then remove it."""
+    with contextlib.ExitStack() as held:
+        while True:
+            temporary = file.parent / f".{file.name[:100]}.{secrets.token_hex(6)}{_UNFINISHED}"
+            raw = held.enter_context(SparingFile(temporary, spare))
+            held.callback(temporary.unlink, missing_ok=True)
+            with contextlib.suppress(OSError):  # a file system without locks
+                lock(raw.fileno())
+            if temporary.exists():  # else `remove_unfinished` of another process came before the lock
+                break
+        if sys.platform != "win32":  # it removes no open file
+            held.callback(os.close, os.dup(raw.fileno()))
+        yield temporary, raw
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the files that killed exports left in a folder. Those of running ones are locked."""
+    for left in folder.glob(f".*{_UNFINISHED}"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(left, os.O_RDWR | NOFOLLOW)
+            try:
+                free = lock(descriptor)
+                if free and sys.platform != "win32":  # before another process can lock it
+                    left.unlink()
+            finally:
+                os.close(descriptor)
+            if free and sys.platform == "win32":
+                left.unlink()
 
 
 def _publish(temporary: Path, file: Path, *, force: bool) -> None:

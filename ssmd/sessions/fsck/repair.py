@@ -15,7 +15,7 @@ from sqlalchemy import Connection, delete, func, insert, literal_column, select,
 
 from ssmd.sessions.fsck.check import examine
 from ssmd.sessions.fsck.findings import Damage, Findings, Home, is_moment, is_text, is_time
-from ssmd.sessions.fsck.salvage import salvage
+from ssmd.sessions.fsck.salvage import remove_unfinished, salvage
 from ssmd.sessions.rows import erasure, growth
 from ssmd.sessions.rows.faults import DamagedFile
 from ssmd.sessions.rows.holding import batches, count_all_again
@@ -55,6 +55,7 @@ def repair(data_dir: Path, progress: Progress = lambda _: None, *, busy_ms: int 
     """Check the store, and remove what is broken. No other process may use it meanwhile. Raises StoreError."""
     torn: list[Damage] = []
     kept = None
+    remove_unfinished(data_dir)
     try:
         damages, counted = _repair_rows(data_dir, progress, busy_ms)
     except DamagedFile as err:

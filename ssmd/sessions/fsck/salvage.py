@@ -17,14 +17,14 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 _TABLES = tuple(t.name for t in metadata.sorted_tables)
+_FRESH = "salvage"  # folder of the new file until it is whole
 _MAX_GAP = 10_000  # unreadable ids in a row after which the rest of a table is given up
 
 
 def salvage(data_dir: Path, busy_ms: int) -> tuple[Path, list[Damage]]:
     """Copy readable rows into a new file, and put the old one aside. Returns (its place, tables that lost rows)."""
     file = data_dir / database.FILE
-    fresh = data_dir / "salvage"
-    shutil.rmtree(fresh, ignore_errors=True)  # of an attempt that was interrupted
+    fresh = data_dir / _FRESH
     try:
         with contextlib.closing(Store.open(fresh, busy_ms=busy_ms)) as empty:
             alone = empty.alone
@@ -35,6 +35,11 @@ def salvage(data_dir: Path, busy_ms: int) -> tuple[Path, list[Damage]]:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return kept, lost
+
+
+def remove_unfinished(data_dir: Path) -> None:
+    """Remove what a salvage left that was killed."""
+    shutil.rmtree(data_dir / _FRESH, ignore_errors=True)
 
 
 def _put_aside(file: Path, kept: Path) -> None:

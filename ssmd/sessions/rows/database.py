@@ -12,6 +12,7 @@ it (unless the log grows past 128 MiB): `settle` does, once the answer is out.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sqlite3
@@ -40,6 +41,7 @@ from ssmd.sessions.rows.faults import (
     errors,
     held_alone,
     no_shared_memory,
+    read_only_disk,
     replaced,
     unusable_store,
 )
@@ -249,6 +251,8 @@ def _open(data_dir: Path, busy_ms: int, *, alone: bool) -> Engine:
     try:
         opened = _OpenFile(file, _prepare(data_dir, file))
     except OSError as err:
+        if err.errno == errno.EROFS:
+            raise read_only_disk(file) from err
         raise StoreError(f"cannot use {file} for sessions: {err.strerror}; check that you may write there") from err
     engine = create_engine(
         URL.create("sqlite", database=str(file)),

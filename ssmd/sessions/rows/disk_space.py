@@ -120,6 +120,8 @@ class DiskSpace:
     def _make(self) -> None:
         """Write the reserve, of random bytes: a file system may store zeros without taking space."""
         made = self._file.with_name(f".{FILE}-{os.getpid()}")
+        for left in self._file.parent.glob(f".{FILE}-*"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         try:
             with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NOLINK, 0o600), "wb") as f:
                 f.write(os.urandom(RESERVE_BYTES))

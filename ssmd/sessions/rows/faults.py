@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sqlite3
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from ssmd.machine.folder import read_only
 from ssmd.machine.lockfile import LOCK_FILE, holder, locks_files
 from ssmd.sessions.turn import StoreError
 
@@ -27,6 +29,12 @@ class ReplacedFile(StoreError):
     """An open file that does not have its name any more. Writes to it are lost at the end."""
 
     reason = "replaced"
+
+
+class ReadOnlyDisk(StoreError):
+    """A file system that takes no writes any more."""
+
+    reason = "read_only"
 
 
 class NoSharedMemory(StoreError):
@@ -83,6 +91,7 @@ _READ_ONLY_SIDES = (
     sqlite3.SQLITE_READONLY_CANTINIT,
 )
 _WITHOUT_FILE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)  # what a missing file gives
+_UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)  # what EROFS gives
 _NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)  # because of a disk quota, for example
 
 
@@ -93,6 +102,8 @@ def _error(err: BaseException | None, file: Path) -> StoreError:
         return replaced(file, f"{file} was removed")
     if extended == sqlite3.SQLITE_READONLY_DBMOVED:
         return replaced(file, f"{file} was moved")
+    if code in _UNWRITABLE and read_only(file.parent):
+        return read_only_disk(file)
     if extended in SHARING:
         return NoSharedMemory(no_shared_memory(file))
     if extended in _LOCKING or (code == sqlite3.SQLITE_BUSY and not locks_files(file.parent)):
@@ -145,7 +156,16 @@ def disk_full(file: Path) -> DiskFull:
     )
 
 
+def read_only_disk(file: Path) -> ReadOnlyDisk:
+    return ReadOnlyDisk(
+        f"session store {file}: its file system is read-only, so nothing can be written; a system does that after "
+        "errors of a disk: see its log (`dmesg`), and remount it read-write"
+    )
+
+
 def unusable_store(file: Path, err: OSError) -> StoreError:
+    if err.errno == errno.EROFS:
+        return read_only_disk(file)
     return StoreError(f"session store {file}: {err}; check the disk, and that the directory is still there")
 
 

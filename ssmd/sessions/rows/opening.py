@@ -31,6 +31,7 @@ def open_store(data_dir: Path, *, busy_ms: int) -> tuple[Engine, Path]:
 
 def _open(data_dir: Path, busy_ms: int) -> tuple[Engine, Path]:
     file = data_dir / database.FILE
+    _refuse_emptied(file)
     check_revision(file, busy_ms=busy_ms)
     engine = database.open_database(data_dir, busy_ms=busy_ms)
     try:
@@ -43,6 +44,20 @@ def _open(data_dir: Path, busy_ms: int) -> tuple[Engine, Path]:
         engine.dispose()
         raise
     return engine, file
+
+
+def _refuse_emptied(file: Path) -> None:
+    """Raise StoreError if a database that was in use has 0 bytes. SQLite would remove its log, and begin anew.
+
+    A new file has a header before it has a log.
+    """
+    log = file.with_name(f"{file.name}-wal")
+    with contextlib.suppress(OSError):  # what is not there was not emptied
+        if file.stat().st_size == 0 and log.exists():
+            raise StoreError(
+                f"session store {file} has 0 bytes, and {log.name} is beside it: another program emptied it; put a "
+                "backup in its place, or move both away to start with an empty one"
+            )
 
 
 def check_revision(file: Path, *, busy_ms: int) -> None:

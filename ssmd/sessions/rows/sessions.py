@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,10 +14,10 @@ from typing import Any
 
 from sqlalchemy import (
     Connection,
+    LargeBinary,
     Select,
     Text,
     bindparam,
-    case,
     cast,
     delete,
     func,
@@ -69,7 +69,8 @@ _SESSIONS = select(
     *(_s.head, _s.turns, _s.title, _s.own_nbytes, _s.shared_nbytes, _s.base),
 )
 _TITLES = select(_s.id, _s.title, _s.turns, _s.base, _s.last_used_at)
-_COUNTED = select(func.count(), func.count(case((_s.pinned, 1))))
+_COUNTED = select(func.count()).select_from(session_table)
+_COUNTED_PINNED = _COUNTED.where(_s.pinned.is_(True))
 _TURNS = select(_s.turns).where(_s.id == bindparam("session"))
 _LATEST = select(func.max(_s.last_used_at)).where(_s.last_used_at < LAST_MOMENT)
 _NEW = insert(session_table)
@@ -79,6 +80,7 @@ _TOUCHED = _TOUCHED.values({name: bindparam(f"new_{name}") for name in _GOES_ON}
 _LEFT = select(turn.c.owner).where(turn.c.session == bindparam("session")).limit(1)
 
 TURNS_AT_ONCE = 200  # turns that one query searches
+PAGE = 500  # sessions read at once where all are wanted
 _t = turn_table.c
 _RUN = re.compile(r"[a-z0-9]+")
 
@@ -127,44 +129,93 @@ def read_sessions(
 
     limit: at most so many. after: only sessions that follow this one in the order.
     """
-    return [_session(connection, row) for row in _in_order(connection, _SESSIONS, domain, limit, after)]
+    place = None if after is None else _place(session_row(connection, after, domain))
+    return [_session(connection, row) for row in _in_order(connection, _SESSIONS, domain, limit, place)]
 
 
-def read_titles(connection: Connection, domain: Domain, after: str | None = None) -> list[TitleRow]:
-    """Read the sessions' columns for a search, in the order of `read_sessions`. Raises UnknownSession.
+def iterate_sessions(connection: Connection, domain: Domain) -> Iterator[Session]:
+    """Yield all sessions that the domain sees, as `read_sessions`, with a page of them in memory."""
+    place = None
+    while rows := _in_order(connection, _SESSIONS, domain, PAGE, place):
+        yield from (_session(connection, row) for row in rows)
+        place = _place(rows[-1])
 
-    10,000 take a moment.
+
+def read_titles(
+    connection: Connection, domain: Domain, place: SessionPlace | None = None
+) -> tuple[list[TitleRow], SessionPlace | None]:
+    """Read a page of the sessions' columns for a search, in the order of `read_sessions`.
+
+    place: the page's beginning. Returns also where the next page begins; None after the last one.
     """
-    rows = _in_order(connection, _TITLES, domain, None, after)
+    rows = _in_order(connection, _TITLES, domain, PAGE, place)
     turns = [row.turns if isinstance(row.turns, int) else 0 for row in rows]
-    return [
+    titles = [
         TitleRow(as_text(row.id), as_text(row.title), n, as_text(row.base) or None)
         for row, n in zip(rows, turns, strict=True)
     ]
+    return titles, _place(rows[-1]) if len(rows) == PAGE else None
+
+
+def read_ids(connection: Connection, domain: Domain, beginning: str = "") -> list[str]:
+    """Read the ids of the sessions that the domain sees and that begin so, most recently used first."""
+    asked = select(_s.id, _s.last_used_at).order_by(_s.last_used_at.desc(), _s.id)
+    if domain.sees is not None:
+        asked = asked.where(_s.owner.in_(domain.sees))
+    if beginning:
+        asked = asked.where(_s.id >= beginning, _s.id < beginning + chr(sys.maxunicode))
+    with as_they_are(connection):
+        return [as_text(row.id) for row in connection.execute(asked)]
 
 
 def count_sessions(connection: Connection) -> tuple[int, int]:
     """Count the sessions of all owners: (all, pinned ones)."""
-    count, pinned = connection.execute(_COUNTED).one()
-    return count, pinned
+    return connection.execute(_COUNTED).scalar_one(), connection.execute(_COUNTED_PINNED).scalar_one()
+
+
+SessionPlace = tuple[Any, Any]  # in the order of sessions: last_used_at and id of one, as they are stored
+
+
+def _place(row: Any) -> SessionPlace:
+    return row.last_used_at, row.id
 
 
 def _in_order(
-    connection: Connection, columns: Select[Any], domain: Domain, limit: int | None, after: str | None
+    connection: Connection, columns: Select[Any], domain: Domain, limit: int | None, place: SessionPlace | None
 ) -> list[Any]:
-    """Read rows of the sessions that the domain sees, as `read_sessions`. columns: id and last_used_at among them."""
+    """Read rows of the sessions that the domain sees, as `read_sessions`. columns: id and last_used_at among them.
+
+    place: only the sessions that follow it.
+    """
     asked = columns.order_by(_s.last_used_at.desc(), _s.id).limit(limit)
-    if after is not None:
-        last = session_row(connection, after, domain)
-        used = _s.last_used_at
-        asked = asked.where((used < last.last_used_at) | ((used == last.last_used_at) & (_s.id > last.id)))
+    if place is not None:
+        last_used, last_id = map(_as_stored, place)
+        # The first condition bounds the index. Of an OR of two places alone SQLite reads all rows before them.
+        asked = asked.where(_s.last_used_at <= last_used, (_s.last_used_at < last_used) | (_s.id > last_id))
     # One by one: an index has each owner's sessions in this order, but not those of two owners.
     parts = [asked] if domain.sees is None else [asked.where(_s.owner == owner) for owner in domain.sees]
     with as_they_are(connection):
         rows = [row for part in parts for row in connection.execute(part)]
     if parts[1:]:
-        rows.sort(key=lambda row: (-_moment(row.last_used_at), str(row.id)))
+        rows.sort(key=lambda row: _rank(row.id))
+        rows.sort(key=lambda row: _rank(row.last_used_at), reverse=True)
     return rows[:limit]
+
+
+def _as_stored(value: Any) -> Any:
+    """Return an expression for a stored value, also for an altered one, such as text that is not Unicode."""
+    if isinstance(value, str):
+        return cast(literal(value.encode("utf-8", "surrogateescape"), LargeBinary), Text)
+    return literal(value)
+
+
+def _rank(value: Any) -> tuple[int, Any]:
+    """Return a key that sorts values as SQLite does: nothing, numbers, text, bytes."""
+    if value is None:
+        return 0, 0
+    if isinstance(value, str):
+        return 2, value.encode("utf-8", "surrogateescape")
+    return (3, value) if isinstance(value, bytes) else (1, value)
 
 
 def _session(connection: Connection, row: Any) -> Session:
@@ -179,10 +230,6 @@ def _session(connection: Connection, row: Any) -> Session:
     turns, title, head = turns if isinstance(turns, int) else 0, as_text(title), as_text(head)
     created, used = (from_micros(t if is_moment(t) else 0) for t in (created_at, last_used_at))
     return Session(info, created, used, head, turns, title, own + shared, own, as_text(base) or None)
-
-
-def _moment(value: object) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def _info(row: Sequence[Any]) -> SessionInfo:
@@ -326,23 +373,36 @@ def find(
     reading: opens a read transaction; each is short. within_s: about how long to look.
     Raises UnknownSession if session `after` does not exist any more.
 
+    Titles are read a page at a time, so memory does not grow with the store. A session that is used meanwhile moves to
+    the front, and may be missed.
     The database first looks for a word's letters and digits, outside Python. Only rows that have them are read and
     compared as text.
     """
     words, found = words_of(text), list[Session]()
     until = time.monotonic() + within_s
-    with reading() as connection:
-        titles = read_titles(connection, domain, after)
-    for portion in _portions(titles):
+    place: SessionPlace | None = None
+    if after is not None:
         with reading() as connection:
-            for id_ in _having(connection, portion, words):
-                with contextlib.suppress(UnknownSession):  # it was removed just now
-                    found.append(read_session(connection, id_, domain))
-        if len(found) > limit:
-            return SearchResult(tuple(found[:limit]), found[limit - 1].id)
-        if time.monotonic() > until and portion[-1] is not titles[-1]:
-            return SearchResult(tuple(found), portion[-1].id)
-    return SearchResult(tuple(found), None)
+            place = _place(session_row(connection, after, domain))
+    while True:
+        with reading() as connection:
+            titles, place = read_titles(connection, domain, place)
+        for portion in _portions(titles):
+            with reading() as connection:
+                found += _read_some(connection, _having(connection, portion, words), domain)
+            if len(found) > limit:
+                return SearchResult(tuple(found[:limit]), found[limit - 1].id)
+            if time.monotonic() > until and (place is not None or portion[-1] is not titles[-1]):
+                return SearchResult(tuple(found), portion[-1].id)
+        if place is None:
+            return SearchResult(tuple(found), None)
+
+
+def _read_some(connection: Connection, ids: Sequence[str], domain: Domain) -> list[Session]:
+    """Read sessions in this order. Those that were removed just now are left out."""
+    with as_they_are(connection):
+        rows = {row.id: row for row in connection.execute(_SESSIONS.where(_s.id.in_(ids)))} if ids else {}
+    return [_session(connection, rows[one]) for one in ids if one in rows and domain.has(rows[one].owner)]
 
 
 def words_of(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from sqlalchemy import Connection, exists, insert, literal, or_, select, update
+from sqlalchemy import CTE, Connection, exists, insert, literal, or_, select, update
 
 from ssmd.sessions.rows.schema import checkpoint as checkpoint_table
 from ssmd.sessions.rows.schema import session as session_table
@@ -23,10 +23,13 @@ _t, _s = turn_table.c, session_table.c
 
 def above(start: Any) -> Any:
     """Select the ids of a turn and of all above it. start: an expression for its id; no rows if that is NULL."""
+    return select(_path(start).c.id)
+
+
+def _path(start: Any) -> CTE:
     ends = select(_t.id, _t.parent)
     path = ends.where(_t.id == start).cte("above", recursive=True)
-    path = path.union(ends.where(_t.id == path.c.parent))
-    return select(path.c.id)
+    return path.union(ends.where(_t.id == path.c.parent))
 
 
 def inherited(session_id: Any) -> Any:
@@ -55,7 +58,8 @@ def insert_fork(connection: Connection, origin: Any, turn_id: str, owner: str, n
         raise UnknownTurn(
             f"session {origin.id!r} has no turn {turn_id!r}; `ssmd session tree {origin.id}` shows those it has"
         )
-    root = select(_t.id).where(_t.id.in_(above(literal(turn_id))), _t.parent.is_(None))
+    path = _path(literal(turn_id))  # of the table's rows SQLite would read all without a parent
+    root = select(path.c.id).where(path.c.parent.is_(None))
     fork = {
         "id": f"ses_{secrets.token_hex(12)}",
         "created_at": now,
