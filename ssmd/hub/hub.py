@@ -211,7 +211,7 @@ def _begun(target: httpx2.URL, headers: dict[str, str]) -> httpx2.Response:
 def parts(response: httpx2.Response) -> Iterator[bytes]:
     """Yield the bytes of a body. Raises HubUnreachable if it arrives too slowly, and httpx2.TransportError."""
     since, here = time.monotonic(), 0
-    for part in response.iter_raw():
+    for part in response.iter_bytes():
         yield part
         here += len(part)
         if time.monotonic() - since > SLOW_S:

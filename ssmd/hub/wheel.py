@@ -145,7 +145,7 @@ def _by_pip(wheel: Wheel, to: Path, progress: Progress) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], wheel: Wheel, folder: Path, progress: Progress) -> None:
-    """Report the received bytes until pip is done. Raises HubError if they are more than the wheel has, or none come."""
+    """Report the received bytes until pip is done. Raises HubError if they are too many, or if none come."""
     most, since = 0, time.monotonic()
     while process.poll() is None:
         # pip makes and removes folders meanwhile. os.walk skips a removed one, but Path.rglob raises.
