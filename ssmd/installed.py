@@ -12,13 +12,16 @@ from typing import NoReturn
 
 from ssmd.machine.privatefile import others_write
 from ssmd.machine.spelling import by_likeness, nearest
-from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest, read_manifest
+from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest
+from ssmd.model.checked import read_bounded
 from ssmd.model.defaults import Default, defaults_of
 from ssmd.runtime.devices import why_not
 from ssmd.runtime.info import info_of, target_for, target_of
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
 
 _NEARLY = 1.25  # ratio of bytes up to which artifacts count as equally large
+_LARGE = 1 << 30  # bytes of a file that may not be a hole: to hash it takes seconds
+_HOLE = 16  # ratio of a file's bytes to its bytes on the disk; no disk compresses weights as much
 
 
 class ModelError(ValueError):
@@ -253,16 +256,23 @@ def _folders(path: Path) -> list[Path]:
 
 
 def read(name: str, path: Path) -> InstalledModel:
-    """Read an artifact's folder as it is now: its manifest, and if its files have the sizes in the manifest."""
+    """Read an artifact's folder as it is now: its manifest, and if its files have the sizes in the manifest.
+
+    A file that is almost all a hole is a problem too: a few bytes on a disk could take a daemon days to hash.
+    """
     try:
-        manifest = read_manifest(path)
+        manifest = read_bounded(path)
     except (ArtifactError, OSError) as err:
         return InstalledModel(name, path, None, str(err))
     for file, entry in manifest.files.items():
         try:
-            size = (path / file).stat().st_size
+            found = (path / file).stat()
         except OSError:
             return InstalledModel(name, path, manifest, f"file {file!r} is missing; build it again")
+        size, on_disk = found.st_size, 512 * getattr(found, "st_blocks", found.st_size)  # Windows counts no blocks
+        if size == entry.size >= _LARGE and on_disk < size // _HOLE:
+            hole = f"file {file!r} is almost all a hole: {on_disk} of its {size} bytes are on the disk; build it again"
+            return InstalledModel(name, path, manifest, hole)
         if size != entry.size:
             return InstalledModel(
                 name, path, manifest, f"file {file!r} has {size} bytes, not {entry.size}; build it again"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 
 from ssmd.installed import ModelError, installed, resolve
 from ssmd.machine import installation
-from ssmd.model.artifact import MANIFEST, seal
+from ssmd.model.artifact import MANIFEST, ArtifactError, build_hash, seal
+from ssmd.model.checked import CheckedArtifacts
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime
 
 
@@ -188,3 +191,58 @@ def test_a_runtime_that_a_graph_is_shipped_for(tmp_path: Path) -> None:
         resolve("smollm2", tmp_path, "openvino")
     with pytest.raises(ModelError, match=r"it has: litert$"):
         resolve("mine", tmp_path, "openvino")
+
+
+def forge(artifact: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest, and write the hash that is right then."""
+    whole = json.loads((artifact / MANIFEST).read_text())
+    change(whole)
+    whole["build"] = build_hash(whole)
+    (artifact / MANIFEST).write_text(json.dumps(whole))
+
+
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m["state"][0].update(layer=INFINITE), "'state' has the number inf"),
+        (lambda m: m["state"][0].update(shape=[2, INFINITE]), "'state' has the number inf"),
+        (lambda m: m.update(quality={"golden": {"rms": float("nan")}}), "'quality' has the number nan"),
+        (lambda m: m.update(conversion={"a": [{"b": -(10**400)}]}), "'conversion' has the number 1e300 or more"),
+        (lambda m: m["files"]["model.bin"].update(size=10**400), "'files' has the number"),
+        (lambda m: m.update(context=1 << 40), "context, vocabulary, buckets or tiers are more than 2147483647"),
+        (lambda m: m.update(buckets=[16, 1 << 31]), "context, vocabulary, buckets or tiers are more than 2147483647"),
+        (lambda m: m["state"][0].update(shape=[1 << 32, 1 << 32]), "'key_0' has more than 2147483647 values"),
+        (lambda m: m.update(state=m["state"] * 4097), "state has 4097 tensors, at most 4096 are read"),
+        (lambda m: m.update(special_tokens={"bos": "\ud800"}), "'special_tokens' has half a character"),
+        (lambda m: m.update({"\x1b[2J": 1}), r"\x1b[2J: Extra inputs are not permitted"),
+        (lambda m: m.update(format="4" * 1_000_000), "…"),
+    ],
+)
+def test_an_odd_manifest_is_a_problem_of_its_model_alone(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    """What lists all models, or counts their memory, must not fail on it."""
+    put(tmp_path, "good", "litert-cpu-int8")
+    forge(put(tmp_path, "odd", "litert-cpu-int8"), change)
+    good, odd = installed(tmp_path)
+    assert (good.problem, good.nbytes) == ("", 58)
+    assert said in odd.problem
+    assert odd.problem.isprintable()
+    assert len(odd.problem) < 1000
+    assert odd.nbytes == 0
+    with pytest.raises(ArtifactError):
+        CheckedArtifacts().open(odd.path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a file without blocks takes them there")
+def test_a_file_that_is_a_hole_is_not_hashed(tmp_path: Path) -> None:
+    path = put(tmp_path, "hole", "litert-cpu-int8")
+    os.truncate(path / "model.bin", 1 << 40)
+    forge(path, lambda m: m["files"]["model.bin"].update(size=1 << 40))
+    [one] = installed(tmp_path)
+    assert "file 'model.bin' is almost all a hole: " in one.problem
+    with pytest.raises(ModelError, match="almost all a hole"):
+        resolve("hole", tmp_path)

@@ -228,7 +228,7 @@ class LibraryGraph(Graph):
         for index in range(count.value):
             self._call("LiteRtGetModelSignature", self._model, index, byref(handle))
             self._call("LiteRtGetSignatureKey", handle, byref(key))
-            name = (key.value or b"").decode()
+            name = _text(key)
             indices[name] = index
             signatures[name] = Signature(self._read_tensors(handle, "Input"), self._read_tensors(handle, "Output"))
         return indices, signatures
@@ -242,8 +242,16 @@ class LibraryGraph(Graph):
             self._call(f"LiteRtGetSignature{side}Name", signature, index, byref(name))
             self._call(f"LiteRtGetSignature{side}TensorByIndex", signature, index, byref(tensor))
             self._call("LiteRtGetRankedTensorType", tensor, byref(kind))
-            text = (name.value or b"").decode()
+            text = _text(name)
             if kind.element not in ELEMENTS:
                 raise GraphError(f"tensor {text!r} has element type {kind.element}, expected float32 or int32")
             tensors[text] = Tensor(tuple(kind.layout.dimensions[: kind.layout.rank]), ELEMENTS[kind.element])
         return tensors
+
+
+def _text(name: c_char_p) -> str:
+    """Return a name in a model. Raises GraphError if it is no text."""
+    try:
+        return (name.value or b"").decode()
+    except UnicodeDecodeError as err:
+        raise GraphError(f"the name {(name.value or b'')[:40]!r} of a signature or tensor is not UTF-8") from err

@@ -22,15 +22,15 @@ class ManagedGraph(Graph):
         options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=CpuOptions(num_threads=threads))
         try:
             self._model: Any = CompiledModel.from_file(narrow(path), options=options)
-        except (RuntimeError, OSError) as err:
+            self.signatures = {
+                name: Signature(
+                    _tensors(self._model.get_input_tensor_details(name)),
+                    _tensors(self._model.get_output_tensor_details(name)),
+                )
+                for name in self._model.get_signature_list()
+            }
+        except (RuntimeError, OSError, ValueError, TypeError, LookupError) as err:  # names and types may be nonsense
             raise GraphError(str(err)) from err
-        self.signatures = {
-            name: Signature(
-                _tensors(self._model.get_input_tensor_details(name)),
-                _tensors(self._model.get_output_tensor_details(name)),
-            )
-            for name in self._model.get_signature_list()
-        }
         self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._capacities: dict[str, int] = {}  # by signature, where a call asked for another than the file's
 

@@ -174,7 +174,7 @@ def signatures(lengths: Sequence[int], tiers: Sequence[int]) -> dict[str, tuple[
 def reason(err: Exception) -> str:
     """Return the message of an OpenVINO error, without the places in its sources."""
     lines = [line.strip() for line in str(err).splitlines()]
-    said = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
+    said = [line for line in lines if line and not line.startswith(("Exception from", "Check '", "Converting input"))]
     return said[0] if said else str(err)
 
 

@@ -215,4 +215,4 @@ def _not_newer(manifest: Manifest) -> None:
 
 def _release(version: str) -> tuple[int, ...]:
     """Return (2026, 4) for 2026.4.1; () if the text is not a version."""
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal() and len(part) < 10)

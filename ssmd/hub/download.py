@@ -77,12 +77,13 @@ def download(listing: FileSource, file: HubFile, path: Path, progress: Progress)
 
 def _complete(listing: FileSource, part: _Part, progress: Progress) -> None:
     failed, url = 0, listing.url(part.file.name)
+    most = part.size  # bytes that were here once: without ranges a server may begin again and again
     while part.size < part.file.size:
-        before = part.size
         try:
             _receive(listing, part, progress)
         except (httpx2.HTTPError, HubUnreachable) as err:
-            failed = 1 if part.size - before >= ENOUGH_BYTES else failed + 1
+            failed = 1 if part.size - most >= ENOUGH_BYTES else failed + 1
+            most = max(most, part.size)
             if failed > len(WAITS_S):
                 raise HubUnreachable(
                     f"{listing.name}: {part.file.name} broke off {failed} times{hub.through(url)} ({hub.reason(err)}); "
@@ -107,7 +108,7 @@ def _receive(listing: FileSource, part: _Part, progress: Progress) -> None:
                 f"{listing.name}: {listing.lister} lists {file.name} with {file.size} bytes and sends {announced}: the "
                 "two disagree, so nothing was put in place"
             )
-        for chunk in response.iter_bytes():
+        for chunk in hub.parts(response):
             if part.size + len(chunk) > file.size:
                 raise HubError(
                     f"{listing.name}: more comes as {file.name} than the {file.size} bytes that {listing.lister} lists"
@@ -120,8 +121,6 @@ def _receive(listing: FileSource, part: _Part, progress: Progress) -> None:
 
 def _announced(response: httpx2.Response, part: _Part) -> int | None:
     """Return the whole file's size by this answer; None if it has none. Raises HubError if its range is another one."""
-    if "content-encoding" in response.headers:
-        return None
     try:
         if response.status_code == 206:
             unit, _, rest = response.headers.get("content-range", "").partition(" ")

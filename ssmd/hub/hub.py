@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +27,11 @@ from huggingface_hub import constants, get_session, get_token, hf_hub_url
 from ssmd import __version__
 from ssmd.machine.installation import to_install
 
-MAX_LISTING_BYTES = 32 << 20  # size of a repository's list: enough for 60,000 files
+MAX_LISTING_BYTES = 8 << 20  # size of a repository's list: enough for 30,000 files; parsed, it may take 30 times that
+MAX_FILE_BYTES = 1 << 50  # size of a file, as a list gives it
+LIST_S = 300.0  # time for a list to arrive whole
+SLOW_S, SLOW_BYTES = 60.0, 64 << 10  # an answer that brings fewer bytes in that time is given up
+HEADERS_TIMEOUTS = 6  # time for an answer to begin, in times of the timeout of a single read
 MAX_REDIRECTS = 10
 MAX_ERROR_CHARACTERS = 200
 _NAME = re.compile(
@@ -75,8 +82,8 @@ class Listing:
             sha256, blob = lfs.get("sha256"), None
             if lfs.get("size") != size:
                 raise HubError(f"{self.name}: the hub lists {name!r} with two sizes, {size!r} and {lfs.get('size')!r}")
-        if type(size) is not int or size < 0:
-            raise HubError(f"{self.name}: the hub lists {name!r} with the size {size!r}")
+        if type(size) is not int or not 0 <= size <= MAX_FILE_BYTES:
+            raise HubError(f"{self.name}: the hub lists {name!r} with the size {str(size)[:MAX_ERROR_CHARACTERS]}")
         if not (_matches(_SHA256, sha256) or _matches(_SHA1, blob)):
             raise HubError(f"{self.name}: the hub lists {name!r} without a hash, so nothing could be checked")
         return HubFile(name, size, sha256, blob)
@@ -109,15 +116,11 @@ def listing(name: str, revision: str) -> Listing:
     if not _REVISION.fullmatch(revision):
         raise HubError(f"{revision!r} is not a revision; expected a branch, a tag or a commit's 40 hexadecimal digits")
     url = f"{constants.ENDPOINT}/api/models/{name}/revision/{quote(revision, safe='')}?blobs=true"
-    said = bytearray()
     try:
         with request(url) as response:
             if response.status_code != 200:
                 raise refusal(response, name, revision=revision)
-            for part in response.iter_bytes():
-                said += part
-                if len(said) > MAX_LISTING_BYTES:
-                    raise HubError(f"{name}: the hub's list of files is longer than {MAX_LISTING_BYTES} bytes")
+            said = whole(response, MAX_LISTING_BYTES, f"{name}: the hub's list of files")
     except httpx2.HTTPError as err:
         raise HubUnreachable(
             f"{host()} cannot be reached{through(url)} ({reason(err)}): check the connection, or HF_ENDPOINT; to use "
@@ -127,6 +130,8 @@ def listing(name: str, revision: str) -> Listing:
         info = json.loads(said)
         commit, siblings = info["sha"], info["siblings"]
         entries = {entry["rfilename"]: entry for entry in siblings}
+        if not all(isinstance(file, str) for file in entries):
+            raise TypeError("a file's name is not a text")
     except (ValueError, RecursionError, KeyError, TypeError) as err:
         raise HubError(f"{host()} does not answer as a model hub does: check HF_ENDPOINT") from err
     if not _matches(COMMIT, commit):
@@ -140,10 +145,11 @@ def listing(name: str, revision: str) -> Listing:
 
 @contextmanager
 def request(url: str, start: int = 0, *, accept: str = "*/*") -> Iterator[httpx2.Response]:
-    """GET `url` from byte `start` on. The answer's body is not read yet, and may be a refusal.
+    """GET `url` from byte `start` on. The answer's body is not read yet (`parts` does), and may be a refusal.
 
     Redirects are followed here. The token is sent only to the hub's origin (scheme, host and port), and never again
-    after a redirect has left it. Raises HubError, and httpx2.TransportError if the connection fails.
+    after a redirect has left it. Raises HubError if a body is compressed, and httpx2.TransportError if the connection
+    fails.
     """
     hub, target, at_home = _url(constants.ENDPOINT), _url(url), True
     for _ in range(MAX_REDIRECTS):
@@ -155,18 +161,75 @@ def request(url: str, start: int = 0, *, accept: str = "*/*") -> Iterator[httpx2
             headers["authorization"] = f"Bearer {token}"
         if start:
             headers["range"] = f"bytes={start}-"
-        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        with _session(target).stream(
-            "GET", target, headers=headers, timeout=timeout, follow_redirects=False
-        ) as response:
+        response = _begun(target, headers)
+        try:
             if not response.has_redirect_location:
+                coding = response.headers.get("content-encoding", "identity").strip().lower()
+                if coding != "identity":  # a bomb, or another size than the list gives
+                    raise HubError(
+                        f"{target.host} sends a compressed answer (content-encoding {coding[:40]!r}), which was not "
+                        "asked for: check HF_ENDPOINT, and the proxy in between"
+                    )
                 yield response
                 return
             new = _url(response.headers["location"], target)
+        finally:
+            response.close()
         if new.scheme not in ("http", "https") or (target.scheme, new.scheme) == ("https", "http"):
             raise HubError(f"{target.host} redirects from {target.scheme} to {new.scheme}, which is not followed")
         target = new
     raise HubError(f"{target.host} redirects in a circle")
+
+
+def _begun(target: httpx2.URL, headers: dict[str, str]) -> httpx2.Response:
+    """Return the answer to a GET when its headers are here. Raises HubError, and httpx2.TransportError.
+
+    The library's timeout counts for each read. A server that sends a header a letter at a time, or interim answers
+    (1xx) without end, never runs into it. So a thread waits for the headers, and is left behind when they are late.
+    """
+    client, timeout = _session(target), constants.HF_HUB_DOWNLOAD_TIMEOUT
+    asked = client.build_request("GET", target, headers=headers, timeout=timeout)
+    answer: Future[httpx2.Response] = Future()
+
+    def wait() -> None:
+        try:
+            response = client.send(asked, stream=True, follow_redirects=False)
+        except BaseException as err:
+            answer.set_exception(err)
+        else:
+            answer.set_result(response)
+
+    threading.Thread(target=wait, name="ssmd-headers", daemon=True).start()
+    try:
+        return answer.result(HEADERS_TIMEOUTS * timeout)
+    except TimeoutError as err:
+        raise HubUnreachable(
+            f"{target.host} did not begin its answer within {HEADERS_TIMEOUTS * timeout:.0f} s: try again later"
+        ) from err
+
+
+def parts(response: httpx2.Response) -> Iterator[bytes]:
+    """Yield the bytes of a body. Raises HubUnreachable if it arrives too slowly, and httpx2.TransportError."""
+    since, here = time.monotonic(), 0
+    for part in response.iter_bytes():
+        yield part
+        here += len(part)
+        if time.monotonic() - since > SLOW_S:
+            if here < SLOW_BYTES:
+                raise HubUnreachable(f"{response.url.host} sent only {here} bytes in {SLOW_S:.0f} s: try again later")
+            since, here = time.monotonic(), 0
+
+
+def whole(response: httpx2.Response, most: int, what: str) -> bytearray:
+    """Return a body of at most `most` bytes. Raises HubError with `what` it is, and httpx2.TransportError."""
+    read, deadline = bytearray(), time.monotonic() + LIST_S
+    for part in parts(response):
+        read += part
+        if len(read) > most:
+            raise HubError(f"{what} is longer than {most} bytes")
+        if time.monotonic() > deadline:
+            raise HubUnreachable(f"{what} did not arrive within {LIST_S:.0f} s: try again later")
+    return read
 
 
 def _session(target: httpx2.URL) -> httpx2.Client:
@@ -237,7 +300,9 @@ def refusal(response: httpx2.Response, name: str, *, revision: str = "", file: s
     status, code, where = response.status_code, response.headers.get("x-error-code", ""), response.url.host
     known = _token() is not None
     if status in _BUSY:
-        return HubUnreachable(f"{where} is busy or has a problem (HTTP {status}): try again later")
+        after = re.fullmatch(r"[0-9]{1,5}", response.headers.get("retry-after", ""))
+        when = f"in {after[0]} s" if after else "later"
+        return HubUnreachable(f"{where} is busy or has a problem (HTTP {status}): try again {when}")
     if code == "GatedRepo":
         return HubError(
             f"{name} is gated: accept its terms at {_web()}/{name}, then set HF_TOKEN to a token of the account that "

@@ -54,11 +54,7 @@ def listed(package: str, file: HubFile) -> PackageFile:
         with hub.request(str(page), accept=JSON) as response:
             if response.status_code != 200:
                 raise _refusal(response, package)
-            said = bytearray()
-            for part in response.iter_bytes():
-                said += part
-                if len(said) > MAX_PAGE_BYTES:
-                    raise HubError(f"{page.host} has a page of {package} that is longer than {MAX_PAGE_BYTES} bytes")
+            said = hub.whole(response, MAX_PAGE_BYTES, f"the page of {package} at {page.host}")
     except httpx2.HTTPError as err:
         raise HubUnreachable(f"{page.host} cannot be reached{hub.through(str(page))} ({hub.reason(err)})") from err
     try:

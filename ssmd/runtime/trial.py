@@ -33,7 +33,8 @@ COMPILED_FOR = ("npu", "gpu", "ane")  # devices whose drivers compile an artifac
 MOST_BYTES = 64 << 10  # bytes that are read of a verdict, and of a process's output
 _SECRET = re.compile(r"(TOKEN|KEY|KEYS_FILE|SECRET|PASSWORD)$")
 _LOGGED = re.compile(r"(VERBOSE|INFO|WARNING): \[")  # LiteRT's log lines, which may follow the last line of a traceback
-_TAIL = 500  # characters of a process's last line that are shown
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:: |\Z)")  # the line of a traceback that begins the error
+_TAIL = 500  # characters of a process's error that are shown
 _unkept: dict[Path, Verdict] = {}  # verdicts by the folder that cannot be written
 
 
@@ -164,10 +165,19 @@ def last_line(command: Sequence[str], limit_s: float = LIMIT_S) -> str:
     if crashed := crash(done.returncode):
         raise CrashError(f"it crashed ({crashed.name})", accident=not crashed.own or _short(stderr))
     if done.returncode or not stdout:
-        lines = stderr.splitlines() or [""]  # a traceback's last line is the error
-        last = next((line for line in reversed(lines) if not _LOGGED.match(line)), lines[-1])
-        raise CrashError(last[-_TAIL:] or f"it ended with exit code {done.returncode}", accident=_short(last))
+        last = _error(stderr)
+        raise CrashError(last[:_TAIL] or f"it ended with exit code {done.returncode}", accident=_short(last))
     return stdout.splitlines()[-1]
+
+
+def _error(stderr: str) -> str:
+    """Return the error at the end of a process's output as one line: the end of a traceback, or the last line."""
+    lines = [line for line in stderr.splitlines() if not _LOGGED.match(line)] or [""]
+    inner = max((i for i, line in enumerate(lines) if line.startswith("  File ")), default=None)
+    if inner is None:
+        return lines[-1]
+    begins = next((i for i in range(inner, len(lines)) if _ERROR.match(lines[i])), len(lines) - 1)
+    return " ".join(" ".join(lines[begins:]).split())
 
 
 def _short(said: str) -> bool:

@@ -102,6 +102,13 @@ def test_what_a_library_logs_last_is_not_the_reason() -> None:
         last_line([sys.executable, "-c", code])
 
 
+@pytest.mark.parametrize("chained", ["", "try: 1 / 0\nexcept ZeroDivisionError as err: "])
+def test_an_error_of_several_lines_is_one_line(chained: str) -> None:
+    error = "raise ValueError('the file: \\n  └ broken\\n└ at 7; build it again')"
+    with pytest.raises(CrashError, match=r"^ValueError: the file: └ broken └ at 7; build it again$"):
+        last_line([sys.executable, "-c", f"{chained}{error}"])
+
+
 def test_only_the_end_of_what_a_trial_says_is_read() -> None:
     assert len(last_line([sys.executable, "-c", "print('x' * (1 << 20))"])) <= 64 << 10
 

@@ -22,6 +22,8 @@ import commands
 import numpy as np
 import pytest
 from conftest import TinyArtifacts
+from mutants import mutant, reseal
+from noted import note_all
 from serving import Answer, Served
 from several import LLAMA, models_folder
 from strangers import GROWS, SLOW, TAKES_LONG, forged, hostile, replacing
@@ -334,6 +336,35 @@ def test_health_and_ps_report_the_stage_of_a_first_load(artifacts: TinyArtifacts
     assert list(seen.values()) == sorted(seen.values())
     assert re.search(r"llama@litert .*loading: trial load \d of 5 on cpu", listed)
     assert (health["model"], health["loading"]) == ("llama", [])
+
+
+def test_a_daemon_serves_its_other_models_beside_mutants(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    path, models = artifacts["llama-f32"], tmp_path / "models"
+    shutil.copytree(path, models / "good" / path.name)
+    note_all([str(models / "good")], tmp_path / "data")
+    said = {"crash": "was tried in a process of its own, and ", "infinite": "has the number inf", "hole": "all a hole"}
+    for name in said:
+        (models / name).mkdir()
+    mutant(path, models / "crash" / "one", 14)
+    shutil.copytree(path, models / "infinite" / "one")
+    reseal(models / "infinite" / "one", lambda whole: whole["state"][0].update(layer=float("inf")))
+    mutant(path, models / "hole" / "one", 25)
+    extra = {"SSMD_CACHE_DIR": str(tmp_path / "cache")}
+    with start(tmp_path, "--models-dir", str(models), foreign=True, extra=extra) as process:
+        try:
+            assert process.stdout is not None
+            served = Served(int(process.stdout.readline().rpartition(":")[2].partition("/")[0]))
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+            for name, why in said.items():
+                refused = served.ask("POST", CHAT, {**body, "model": name})
+                assert refused.status == 503, refused.body
+                assert name in refused.error["message"]
+                assert why in refused.error["message"]
+                assert served.ask("POST", CHAT, {**body, "model": "good"}).status == 200
+            listed = [one["id"] for one in served.ask("GET", "/v1/models").json["data"]]
+            assert {"good", "crash"} <= set(listed)
+        finally:
+            process.kill()
 
 
 def test_what_was_made_here_is_loaded_at_once(artifacts: TinyArtifacts, tmp_path: Path) -> None:
