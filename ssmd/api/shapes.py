@@ -49,6 +49,7 @@ class OwnUsage(Shape):
     tbt_ms: float | None
     context_left: int | None
     ignored: list[str] = []
+    dropped: list[str] = []
 
 
 class Usage(Shape):

@@ -49,9 +49,9 @@ class DetokenizeBody(StrictModel):
 Body = TypeVar("Body", TokenizeBody, DetokenizeBody, ChatBody)
 
 
-def routes(host: Host, pool: FairPool, *, strict: bool = False) -> list[Route]:
-    """Return the endpoints, for `app.create_app`. pool: of texts. strict: the setting."""
-    words = _Endpoints(host, pool, strict=strict)
+def routes(host: Host, pool: FairPool, *, strict: bool = False, keep_volatile: bool = False) -> list[Route]:
+    """Return the endpoints, for `app.create_app`. pool: of texts. strict, keep_volatile: the settings."""
+    words = _Endpoints(host, pool, strict=strict, keep_volatile=keep_volatile)
     return [
         Route("/tokenize", words.tokenize, methods=["POST"]),
         Route("/detokenize", words.detokenize, methods=["POST"]),
@@ -60,8 +60,8 @@ def routes(host: Host, pool: FairPool, *, strict: bool = False) -> list[Route]:
 
 
 class _Endpoints:
-    def __init__(self, host: Host, pool: FairPool, *, strict: bool) -> None:
-        self._host, self._pool = host, pool
+    def __init__(self, host: Host, pool: FairPool, *, strict: bool, keep_volatile: bool) -> None:
+        self._host, self._pool, self._keeps = host, pool, keep_volatile
         self._fields: dict[type[StrictModel], Fields] = {
             model: Fields(model.model_fields, NOT_BUILT if model is ChatBody else {}, strict=strict)
             for model in (TokenizeBody, DetokenizeBody, ChatBody)
@@ -109,7 +109,7 @@ class _Endpoints:
             return read_chat(fields | named)
 
         def work(body: ChatBody, engine: Engine, go_on: Callable[[], None]) -> bytes:
-            request = to_request(body, engine.artifact.manifest.vocabulary)
+            request = to_request(body, engine.artifact.manifest.vocabulary, dropped=None if self._keeps else set())
             prompt = engine.rendered(replace(request, store=False, domain=caller_of(http.scope).domain))
             return json.dumps({"prompt": prompt}, ensure_ascii=False, separators=(",", ":")).encode()
 
