@@ -7,8 +7,9 @@ MODEL: the name or folder of an artifact, whose context must hold the longest pr
 (tests/data/agents) has lengths in tokens of the artifact's tokenizer, and the places that change; its text is made of
 words without meaning. The client is real HTTP, streams, and repeats what the model answered. A step's call is forced,
 so that every model makes it. Each agent has a daemon with an empty data directory. Then the first two agents take turns
-at one daemon. Rows have medians. *read*: prompt tokens that were fed before the answer. *CPU* and *written* (blocks,
-/proc/PID/io) include the daemon's work up to the next request. *on disk*: growth of the data directory.
+at one daemon. Rows have medians. *read*: prompt tokens that were fed before the answer. *TTFT* is by the client's
+clock; after a start, a kill and an unload it has the model's load in it. *CPU* and *written* (blocks, /proc/PID/io)
+include the daemon's work up to the next request. *on disk*: growth of the data directory.
 """
 
 from __future__ import annotations
