@@ -73,7 +73,7 @@ def test_session_with_tools_behind_resumes_exactly(
         answer = answer_of(engine, TALK, **said)
         session = str(answer.usage.session)
         assert begun(store, session).index(LONG_SYSTEM.content) < begun(store, session).index("# Tools")
-    talk = TALK
+    talk: tuple[Message, ...] = TALK
     for question in ("And in Köln?", "Why?"):
         with engine_of(artifact, loaded[1], tmp_path / "data") as (engine, store):
             talk = (*talk, Message("assistant", answer.text), user(question))

@@ -119,7 +119,7 @@ Read = Callable[
 ]  # reads a body's fields in one protocol; runs in a thread; raises Rejection
 
 
-def own_usage(usage: Usage, head: ResponseInfo) -> dict[str, Any]:
+def own_usage(usage: Usage, ignored: Sequence[str] = (), dropped: Sequence[str] = ()) -> dict[str, Any]:
     """Return ssmd's own usage fields, the same in any protocol, beyond the token counts. Times in ms."""
     return {
         "session": usage.session,
@@ -137,6 +137,6 @@ def own_usage(usage: Usage, head: ResponseInfo) -> dict[str, Any]:
         "shared_ms": round(usage.shared_ms, 3),
         "context_left": usage.context_left,
         "cut_messages": usage.cut_messages,
-        **({"ignored": list(head.ignored)} if head.ignored else {}),
-        **({"dropped": list(head.dropped)} if head.dropped else {}),
+        **({"ignored": list(ignored)} if ignored else {}),
+        **({"dropped": list(dropped)} if dropped else {}),
     }

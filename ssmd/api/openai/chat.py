@@ -185,5 +185,5 @@ def _usage(usage: Usage, head: ResponseInfo) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "ssmd": own_usage(usage, head),
+        "ssmd": own_usage(usage, head.ignored, head.dropped),
     }

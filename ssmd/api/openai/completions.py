@@ -90,7 +90,7 @@ class CompletionAnswer(Answer):
         self, model: str, build: str, head: ResponseInfo, *, stream: bool, include_usage: bool, announced: bool = False
     ) -> None:
         """Begin an answer. model: its name as the client sent it. announced: a stream sends the id before the text."""
-        self._include_usage, self._head, self._announced = include_usage, head, announced
+        self._include_usage, self._ignored, self._announced = include_usage, head.ignored, announced
         self._envelope: dict[str, Any] = {
             "id": f"cmpl-{head.id}",
             "object": "text_completion",
@@ -157,7 +157,7 @@ class CompletionAnswer(Answer):
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "ssmd": own_usage(usage, self._head),
+            "ssmd": own_usage(usage, self._ignored),
         }
 
 
