@@ -32,12 +32,20 @@ class Reply:
     """One streamed answer, by the client's clock: seconds since the request was sent."""
 
     text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)  # as an assistant's message has them
     delta_s: list[float] = field(default_factory=list)
     finish_s: float = 0.0
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)
     session: str | None = None
+
+    def add_call(self, part: dict[str, Any]) -> None:
+        """Add a delta of a call: its beginning, or more of its arguments."""
+        if part["index"] == len(self.calls):
+            self.calls.append({name: part[name] for name in ("id", "type", "function")})
+        else:
+            self.calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
 
     @property
     def ttft_ms(self) -> float:
@@ -121,14 +129,14 @@ class ServerProcess:
             raise RuntimeError(f"{response.status}: {answer.decode()}")
         return json.loads(answer)
 
-    def chat(self, messages: Sequence[dict[str, str]], **fields: Any) -> Reply:
+    def chat(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Reply:
         """One streamed chat completion, read to its end."""
         reply = Reply()
         for _ in self.stream(reply, messages, **fields):
             pass
         return reply
 
-    def stream(self, reply: Reply, messages: Sequence[dict[str, str]], **fields: Any) -> Iterator[str]:
+    def stream(self, reply: Reply, messages: Sequence[dict[str, Any]], **fields: Any) -> Iterator[str]:
         """The same, yielding each delta's text as it arrives; closing the iterator hangs up."""
         body = {
             "model": fields.pop("model", None) or self.get("/v1/models")[1]["data"][0]["id"],
@@ -158,6 +166,9 @@ class ServerProcess:
                 for choice in chunk["choices"]:
                     if choice.get("logprobs"):
                         reply.logprobs += [t["logprob"] for t in choice["logprobs"]["content"]]
+                    for part in choice["delta"].get("tool_calls") or ():
+                        reply.add_call(part)
+                        reply.delta_s.append(now)
                     if text := choice["delta"].get("content"):
                         reply.text += text
                         reply.delta_s.append(now)

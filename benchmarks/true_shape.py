@@ -3,7 +3,8 @@
     python benchmarks/true_shape.py SHAPE FOLDER [--tokenizer FOLDER]    then: ssmd build FOLDER, ssmd bench NAME
 
 SHAPE: granite-4.0-h-350m, mamba2-130m or another model of scripts/models. The text that such a model writes has no
-meaning; time and memory do not depend on it.
+meaning; time and memory do not depend on it. tiny-mamba2, tiny-granite and others have the few small layers of
+tests/tiny.py, a full vocabulary and a long context: for counts, which do not depend on the size.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,9 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import tiny
+
 from ssmd.cli.making import smollm2_source
 from ssmd.config import Settings
 from ssmd.families.registry import family_of
@@ -26,6 +31,11 @@ from ssmd.model.source import Source
 
 MODELS = Path(__file__).parent.parent / "scripts" / "models"
 SHAPES: dict[str, dict[str, Any]] = {f.stem: json.loads(f.read_text())["config"] for f in sorted(MODELS.glob("*.json"))}
+
+SMALL: dict[str, dict[str, Any]] = {
+    f"tiny-{name}": {"model_type": family, "vocab_size": 49152, **fields, "max_position_embeddings": 32768}
+    for name, (family, fields) in tiny.VARIANTS.items()
+}
 
 
 class Weights:
@@ -62,7 +72,7 @@ class Weights:
 def write(shape: str, folder: Path, tokenizer: Path) -> None:
     """Write the checkpoint in bfloat16, as such are published, with the tokenizer and template of the source checkpoint
     `tokenizer`."""
-    config = SHAPES[shape]
+    config = {**SHAPES, **SMALL}[shape]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
@@ -75,7 +85,7 @@ def write(shape: str, folder: Path, tokenizer: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=[*SHAPES, *SMALL])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="a source checkpoint; else SmolLM2's from its package")
     asked = parser.parse_args()

@@ -163,6 +163,11 @@ class Settings(BaseSettings):
     strict: bool = Field(
         False, description="refuse unknown fields of requests; otherwise they are ignored and listed in the answer"
     )
+    keep_volatile: bool = Field(
+        False,
+        description="let the model read text that clients put into system prompts for other servers' accounts and "
+        "change with every request; otherwise it is [left out](http.md#volatile-text), so that stored states fit",
+    )
     offline: bool = Field(False, description="fetch nothing, whatever is missing; HF_HUB_OFFLINE=1 asks for the same")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
     stream_comment: float = Field(

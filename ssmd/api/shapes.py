@@ -50,6 +50,7 @@ class OwnUsage(Shape):
     context_left: int | None
     parted_at: int | None = None
     ignored: list[str] = []
+    dropped: list[str] = []
 
 
 class Usage(Shape):

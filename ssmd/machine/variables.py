@@ -24,8 +24,8 @@ SETTINGS = tuple(
         *("API_KEY", "API_KEYS_FILE", "SHARE_SESSIONS", "ALLOWED_HOSTS", "ALLOWED_ORIGINS"),
         *("THREADS", "RUNTIME", "DEVICE", "MAX_RUNNING", "MAX_QUEUE"),
         *("MAX_BODY_BYTES", "QUOTA", "KEEP_ALIVE", "MEMORY_BUDGET", "PRELOAD"),
-        *("PIN", "TRUNCATION", "DEFAULT", "STRICT", "OFFLINE", "LOG_LEVEL", "STREAM_COMMENT"),
-        *("ACCESS_LOG", "ACCESS_LOG_FORMAT", "SLOW_REQUEST", "CORE_DUMPS"),
+        *("PIN", "TRUNCATION", "DEFAULT", "STRICT", "KEEP_VOLATILE", "OFFLINE", "LOG_LEVEL"),
+        *("STREAM_COMMENT", "ACCESS_LOG", "ACCESS_LOG_FORMAT", "SLOW_REQUEST", "CORE_DUMPS"),
     )
 )
 OF_TESTS = frozenset(  # variables of tests and benchmarks, which start programs that read settings

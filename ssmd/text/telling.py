@@ -69,31 +69,48 @@ class MessageAdapter:
             return AdaptedInput(shown, "", "")
         return AdaptedInput(shown, system, hashlib.sha256(json.dumps([shown.text, system]).encode()).hexdigest())
 
-    def conversation(self, messages: Sequence[Message], told: AdaptedInput) -> tuple[list[Message], int]:
-        """Return a conversation for the template, and the number of messages added in front of it (0 or 1)."""
+    def conversation(
+        self, messages: Sequence[Message], told: AdaptedInput, *, tools_last: bool = False
+    ) -> tuple[list[Message], int]:
+        """Return a conversation for the template, and the number of messages added in front of it (0 or 1).
+
+        tools_last: as of `first`.
+        """
         shown = [self.message(m) for m in messages]
         if not told.system:
             return shown, 0
-        first, added = self.first(messages[0], told)
+        first, added = self.first(messages[0], told, tools_last=tools_last)
         return [first, *(shown if added else shown[1:])], added
 
-    def first(self, message: Message, told: AdaptedInput) -> tuple[Message, int]:
-        """Return the first message for the template, and 1 if it was added in front of this one, else 0."""
+    def first(self, message: Message, told: AdaptedInput, *, tools_last: bool = False) -> tuple[Message, int]:
+        """Return the first message for the template, and 1 if it was added in front of this one, else 0.
+
+        Text on tools stands before a client's system prompt, whose end changes more often: agents write the date or the
+        state of a project there. tools_last: it stands behind it, as older sessions have it.
+        """
         shown = self.message(message)
         if not told.system:
             return shown, 0
         if shown.role in ("system", "developer"):
-            return replace(shown, content=f"{shown.content}\n\n{told.system}" if shown.content else told.system), 0
+            parts = (shown.content, told.system) if tools_last else (told.system, shown.content)
+            return replace(shown, content="\n\n".join(filter(None, parts))), 0
         if shown.role == "user" and not self._takes_system():
             return replace(shown, content=f"{told.system}\n\n{shown.content}"), 0
         return Message("system", told.system), 1
 
-    def alternating(self, messages: Sequence[Message], told: AdaptedInput) -> list[Message]:
+    def orders_tools(self, message: Message, told: AdaptedInput) -> bool:
+        """Return True if this first message's place before or behind the text on tools can differ."""
+        return bool(told.system and message.content) and message.role in ("system", "developer")
+
+    def alternating(
+        self, messages: Sequence[Message], told: AdaptedInput, *, tools_last: bool = False
+    ) -> list[Message]:
         """Return a conversation for a template whose roles must alternate.
 
         Results of tools that became user's messages are joined with adjacent ones, and with the user's next message.
+        tools_last: as of `first`.
         """
-        shown, added = self.conversation(messages, told)
+        shown, added = self.conversation(messages, told, tools_last=tools_last)
         found = shown[:added]
         after_result = False
         for message, one in zip(messages, shown[added:], strict=True):

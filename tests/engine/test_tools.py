@@ -205,7 +205,7 @@ def test_what_comes_after_calls_is_their_results(loaded: tuple[Artifact, Program
     """The rendered end is a prefix of each request that goes on; a user message would drop the reasoning."""
     made = Message("assistant", "<think>\nHm.\n</think>\n\nI look.", tool_calls=(ToolCall("a", "weather", "{}"),))
     with engine_with(SOURCES["qwen3"], loaded, tmp_path) as (engine, _):
-        text = engine._planner._renderer.end((*TALK[:2], made), NOW, WEATHER)
+        text = engine._planner._renderer.end((*TALK[:2], made), NOW, WEATHER).text.own
         said = (*TALK[:2], made, Message("tool", "x", tool_call_id="a"))
         whole = engine._planner._renderer.render(said, NOW, WEATHER).text
         assert '"name": "weather"' in text[text.rindex("Hm.") :]

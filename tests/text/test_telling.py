@@ -88,7 +88,7 @@ def test_tools_calls_and_results_are_those_of_transformers(
 @pytest.mark.parametrize("name", KNOW_NONE)
 def test_a_template_that_knows_no_tools_is_told_in_words(name: str, tokenizer: Tokenizer) -> None:
     text = shown(SOURCES[name], tokenizer, SAID)
-    assert "Be terse.\n\n# Tools" in text
+    assert "</tool_call>\n\nBe terse." in text
     assert f"<tools>\n{json.dumps(TOOL, ensure_ascii=False)}\n</tools>" in text
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "n":1.5}}\n</tool_call>' in text
     assert '<tool_response>\n{"sky": "grey"}\n</tool_response>' in text

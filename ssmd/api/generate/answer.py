@@ -25,6 +25,7 @@ class ResponseInfo:
     key: str = ""  # name of the API key
     replayed: bool = False
     ignored: tuple[str, ...] = ()  # ignored fields of the request, as Fields names them
+    dropped: tuple[str, ...] = ()  # known volatile text that was left out of its system prompt, by name
     cancel: Callable[[], None] = lambda: None
 
     @property
@@ -95,6 +96,7 @@ class ParsedRequest:
     keep_alive_s: float | None = None  # how long the model stays loaded; None: as configured
     background: bool = False  # go on when the client leaves
     ignored: tuple[str, ...] = ()  # ignored fields of the body, as Fields names them
+    dropped: tuple[str, ...] = ()  # as in a ResponseInfo
     variables: Mapping[str, str] = field(default_factory=dict)  # by field, the chat template's variable that it sets
     named: Callable[[Collection[str]], tuple[str, ...]] = tuple  # names ignored fields; raises Rejection if strict
 
@@ -104,11 +106,11 @@ class ParsedRequest:
         return replace(self, ignored=(*self.ignored, *self.named(unknown)), variables={})
 
     def headed(self, head: ResponseInfo) -> ResponseInfo:
-        """Return the head with the ignored fields of this body."""
-        return replace(head, ignored=self.ignored)
+        """Return the head with the names of what was not read of this body."""
+        return replace(head, ignored=self.ignored, dropped=self.dropped)
 
     def follow(self, head: ResponseInfo) -> Answer:
-        """Build the answer for a follower, with the ignored fields in its head."""
+        """Build the answer for a follower, with the names of what was not read in its head."""
         return self.followed(self.headed(head))
 
 
@@ -117,7 +119,7 @@ Read = Callable[
 ]  # reads a body's fields in one protocol; runs in a thread; raises Rejection
 
 
-def own_usage(usage: Usage, ignored: Sequence[str] = ()) -> dict[str, Any]:
+def own_usage(usage: Usage, ignored: Sequence[str] = (), dropped: Sequence[str] = ()) -> dict[str, Any]:
     """Return ssmd's own usage fields, the same in any protocol, beyond the token counts. Times in ms."""
     return {
         "session": usage.session,
@@ -137,4 +139,5 @@ def own_usage(usage: Usage, ignored: Sequence[str] = ()) -> dict[str, Any]:
         "cut_messages": usage.cut_messages,
         **({} if usage.parted_at is None else {"parted_at": usage.parted_at}),
         **({"ignored": list(ignored)} if ignored else {}),
+        **({"dropped": list(dropped)} if dropped else {}),
     }

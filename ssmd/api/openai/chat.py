@@ -22,16 +22,25 @@ from ssmd.engine.terms import Rejection
 def endpoint(on: Service) -> Front:
     """Build the endpoint."""
     fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=on.settings.strict)
-    return Front(on, partial(_read, on.host, fields, on.settings.truncation == "auto"))
+    truncate, keep_volatile = on.settings.truncation == "auto", on.settings.keep_volatile
+    return Front(on, partial(_read, on.host, fields, truncate, keep_volatile))
 
 
-def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -> ParsedRequest:
-    """Read a body's fields. truncate: the default of `truncation`. Raises Rejection."""
+def _read(host: Host, sorting: Fields, truncate: bool, keep_volatile: bool, fields: dict[str, Any]) -> ParsedRequest:
+    """Read a body's fields. truncate: the default of `truncation`. keep_volatile: the setting. Raises Rejection."""
     fields, ignored = sorting.sort(fields)
     body = read_chat(fields)
     model = host.shelf.find(body.model)
     unread: set[str] = set()
-    request = to_request(body, model.manifest.vocabulary, model.defaults, truncate=truncate, unread=unread)
+    dropped: set[str] = set()
+    request = to_request(
+        body,
+        model.manifest.vocabulary,
+        model.defaults,
+        truncate=truncate,
+        unread=unread,
+        dropped=None if keep_volatile else dropped,
+    )
     ignored = (*ignored, *sorting.named(unread), *sorting.not_enforced(_not_enforced(request)))
     name = model.id if "@" in body.model else model.name
     written = partial(ChatAnswer, name, model.manifest.build, request.n)
@@ -44,6 +53,7 @@ def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -
         keep_alive_s=body.keep_alive,
         background=bool(body.background),
         ignored=ignored,
+        dropped=tuple(sorted(dropped)),
         variables=variables_of(vars(body)),
         named=sorting.named,
     )
@@ -63,7 +73,7 @@ class ChatAnswer(Answer):
         self, model: str, build: str, choices: int, head: ResponseInfo, *, stream: bool, include_usage: bool
     ) -> None:
         """Begin an answer. model: its name as the client sent it."""
-        self._choices, self._include_usage, self._ignored = choices, include_usage, head.ignored
+        self._choices, self._include_usage, self._head = choices, include_usage, head
         self._envelope: dict[str, Any] = {
             "id": f"chatcmpl-{head.id}",
             "object": "chat.completion.chunk" if stream else "chat.completion",
@@ -84,7 +94,7 @@ class ChatAnswer(Answer):
             }
             for i, choice in enumerate(choices)
         ]
-        return {**self._envelope, "choices": written, "usage": _usage(usage, self._ignored)}
+        return {**self._envelope, "choices": written, "usage": _usage(usage, self._head)}
 
     def opening(self) -> Iterator[bytes]:
         for i in range(self._choices):
@@ -97,7 +107,7 @@ class ChatAnswer(Answer):
         for i, reason in enumerate(finish_reasons):
             yield self._chunk(i, {}, finish_reason=reason)
         if self._include_usage:
-            yield sse.encode({**self._envelope, "choices": [], "usage": _usage(usage, self._ignored)})
+            yield sse.encode({**self._envelope, "choices": [], "usage": _usage(usage, self._head)})
         yield sse.DONE
 
     def failure(self, error: Rejection) -> bytes:
@@ -153,11 +163,11 @@ def _token(token: str, utf8: bytes, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": max(float(logprob), LEAST_LOGPROB), "bytes": list(utf8)}
 
 
-def _usage(usage: Usage, ignored: Sequence[str]) -> dict[str, Any]:
+def _usage(usage: Usage, head: ResponseInfo) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "ssmd": own_usage(usage, ignored),
+        "ssmd": own_usage(usage, head.ignored, head.dropped),
     }

@@ -181,15 +181,16 @@ def to_request(
     *,
     truncate: bool = False,
     unread: set[str] | None = None,
+    dropped: set[str] | None = None,
 ) -> Request:
     """Return the request to the engine. Raises Rejection.
 
-    truncate: the default of `truncation`. unread: takes the names of parts of its messages that are ignored. The others
-    as of `generation`.
+    truncate: the default of `truncation`. unread: takes the names of parts of its messages that are ignored.
+    dropped: as of `read_messages`. The others as of `generation`.
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise Rejection("top_logprobs is only possible with logprobs: true", code="invalid_value", param="top_logprobs")
-    messages = read_messages(body.messages, unread)
+    messages = read_messages(body.messages, unread, dropped)
     given = read_given(vars(body))
     return replace(
         generation(body, vocabulary, defaults, bool(body.logprobs), body.top_logprobs or 0),

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from ssmd.api.http.body import brief
 from ssmd.engine.terms import Rejection
 from ssmd.text.messages import ROLES, THINK, THINK_END, Message, Role, ToolCall
+from ssmd.text.volatile import without_volatile
 
 MAX_CALLS = 64  # calls of a message
 MAX_IGNORED = 64  # names of ignored fields that are listed
 MAX_CALL_CHARS = 256  # characters of a call's name, and of its id
 _KNOWN: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
+_SYSTEM = ("system", "developer")
 _FIELDS = {"role", "content", "name"}
 _ASSISTANT_FIELDS = {"reasoning_content", "reasoning", "tool_calls", "function_call", "refusal"}
 _TOOL_FIELDS = {"tool_call_id"}
@@ -26,17 +30,19 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _REASONING = ("thinking", "reasoning", "redacted_thinking", "redacted-reasoning")
 
 
-def read_messages(value: Any, ignored: set[str] | None = None) -> tuple[Message, ...]:
+def read_messages(value: Any, ignored: set[str] | None = None, dropped: set[str] | None = None) -> tuple[Message, ...]:
     """Read the messages of a request. Raises Rejection whose param is a path like messages[2].content[0].
 
-    ignored: takes the names of ignored fields, like messages.cache_control.
+    ignored: takes the names of ignored fields, like messages.cache_control. dropped: takes the names of known volatile
+    text that is left out of the system prompt; None: that text stays.
     """
     if not isinstance(value, list):
         _wrong("messages", "must be a list of messages", value)
     if not value:
         _wrong("messages", "must hold at least one message", value)
     reader = _Reader(set() if ignored is None else ignored)
-    messages = tuple([_plain(entry) or reader.message(entry, f"messages[{i}]") for i, entry in enumerate(value)])
+    entries = enumerate(value) if dropped is None else _stable(value, dropped)
+    messages = tuple([_plain(entry) or reader.message(entry, f"messages[{i}]") for i, entry in entries])
     if messages[-1].tool_calls:
         where = f"messages[{len(messages) - 1}].tool_calls"
         what = f"{where}: an answer that calls tools cannot be continued; send the results of the calls after it"
@@ -51,6 +57,41 @@ def _plain(entry: Any) -> Message | None:
         if type(role) is str and role in _KNOWN and type(content) is str:
             return Message(_KNOWN[role], content)
     return None
+
+
+def _stable(value: Sequence[Any], dropped: set[str]) -> Iterable[tuple[int, Any]]:
+    """Return a request's messages with their places, those of the system prompt without known volatile text.
+
+    A message without other text is left out, unless it is the only one. dropped: as in read_messages.
+    """
+    system = list(takewhile(lambda entry: isinstance(entry, dict) and entry.get("role") in _SYSTEM, value))
+    names: set[str] = set()
+    kept = [(i, stable) for i, entry in enumerate(system) if (stable := _without_volatile(entry, names)) is not None]
+    if not names or not (kept or len(value) > len(system)):
+        return enumerate(value)
+    dropped |= names
+    return [*kept, *enumerate(value[len(system) :], len(system))]
+
+
+def _without_volatile(entry: dict[str, Any], names: set[str]) -> dict[str, Any] | None:
+    """Return a system message without known volatile text, whose names it adds; None if it has no other content."""
+    content = entry.get("content")
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    kept: list[Any] = []
+    found = False
+    for block in blocks:
+        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+        stable, name = without_volatile(text) if isinstance(text, str) else ("", None)
+        if name is None:
+            kept.append(block)
+            continue
+        found = True
+        names.add(name)
+        if stable:
+            kept.append({**block, "text": stable})
+    if not found:
+        return entry
+    return {**entry, "content": kept if isinstance(content, list) else kept[0]["text"]} if kept else None
 
 
 class _Reader:

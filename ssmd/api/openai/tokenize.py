@@ -52,7 +52,7 @@ class Texts:
     """The handlers."""
 
     def __init__(self, on: Service) -> None:
-        self._host, self._pool = on.host, on.pool
+        self._host, self._pool, self._keeps = on.host, on.pool, on.settings.keep_volatile
         self._fields: dict[type[StrictModel], Fields] = {
             model: Fields(model.model_fields, NOT_BUILT if model is ChatBody else {}, strict=on.settings.strict)
             for model in (TokenizeBody, DetokenizeBody, ChatBody)
@@ -100,7 +100,7 @@ class Texts:
             return read_chat(fields | named)
 
         def work(body: ChatBody, engine: Engine, go_on: Callable[[], None]) -> bytes:
-            request = to_request(body, engine.artifact.manifest.vocabulary)
+            request = to_request(body, engine.artifact.manifest.vocabulary, dropped=None if self._keeps else set())
             prompt = engine.rendered(replace(request, store=False, domain=caller_of(http.scope).domain))
             return json.dumps({"prompt": prompt}, ensure_ascii=False, separators=(",", ":")).encode()
 

@@ -330,12 +330,12 @@ class Planner:
             path = stored.path(turn.id)
             if not _is_whole(path):
                 return None
-            whole = self._renderer.end(without(conversation(path), turn.cut), info.clock, given)
+            messages = without(conversation(path), turn.cut)
+            shown = self._renderer.end(messages, info.clock, given, turn, stored.above)
         except Rejection:
             return None
-        shown = self._renderer.ids_of(whole, turn, stored.above)
         agrees = shown.text.start == turn.text.start and self._renderer.agrees(shown.text, turn)
-        return (shown, agrees) if whole else None
+        return (shown, agrees) if len(shown.text) else None
 
 
 def _local_now() -> datetime:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 
 from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Manifest
@@ -65,14 +65,24 @@ class Renderer:
         """Return True if the rendered text may depend on the clock."""
         return "strftime_now" in self._template.source
 
-    def render(self, messages: Sequence[Message], now: datetime, given: TemplateInput = NOTHING_MORE) -> RenderedText:
-        """Render the whole text. Raises Rejection if the template refuses the messages."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        now: datetime,
+        given: TemplateInput = NOTHING_MORE,
+        *,
+        tools_last: bool = False,
+    ) -> RenderedText:
+        """Render the whole text. Raises Rejection if the template refuses the messages.
+
+        tools_last: as of MessageAdapter.first.
+        """
         told = self._telling.told(given)
-        shown, added = self._telling.conversation(messages, told)
+        shown, added = self._telling.conversation(messages, told, tools_last=tools_last)
         try:
             return _without(self._template.render_settled(shown, now=now, given=told.given), added)
         except TemplateError as err:
-            together = self._telling.alternating(messages, told)
+            together = self._telling.alternating(messages, told, tools_last=tools_last)
             if len(together) < len(shown):
                 with suppress(TemplateError):
                     return RenderedText(self._template.render(together, now=now, given=told.given), None)
@@ -124,11 +134,32 @@ class Renderer:
         Generated text need not tokenize back into the sampled ids, and those are the ids that the state saw.
         turn: the stored turn that the conversation continues. Raises Rejection.
         """
-        rendered = self.render(messages, now, given)
-        return replace(self.ids_of(rendered.text, turn, above), settled=self._settled(rendered, 0, given))
+        rendered, shown = self._rendered(messages, given, turn, above, partial(self.render, messages, now, given))
+        return replace(shown, settled=self._settled(rendered, 0, given))
 
-    def ids_of(self, text: str, turn: Turn | None, above: Above | None) -> RenderedPrompt:
-        """Return a whole text with its ids: stored ids of the deepest turn that it continues, from `turn` upward."""
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        given: TemplateInput,
+        turn: Turn | None,
+        above: Above | None,
+        render: Callable[..., RenderedText],
+    ) -> tuple[RenderedText, RenderedPrompt]:
+        """Render a whole text, with the tools where the text of `turn` has them. Return it, and it with its ids.
+
+        Those are the stored ids of the deepest turn that it continues, from `turn` upward. render: of these messages;
+        it takes `tools_last`.
+        """
+        rendered = render()
+        shown = self._grown(rendered.text, turn, above)
+        if shown is None and turn is not None and self._telling.orders_tools(messages[0], self._telling.told(given)):
+            old = render(tools_last=True)
+            if (found := self._grown(old.text, turn, above)) is not None:
+                return old, found
+        return rendered, shown or RenderedPrompt(Passage(rendered.text), self.encode(rendered.text), None)
+
+    def _grown(self, text: str, turn: Turn | None, above: Above | None) -> RenderedPrompt | None:
+        """Return a whole text with the ids of the deepest turn that it continues, from `turn` upward; None if none."""
         for _ in range(_MAX_TRIED):
             if turn is None or above is None:
                 break
@@ -137,7 +168,7 @@ class Renderer:
                 passage = Passage(text[start:], start, turn.text.before)
                 return RenderedPrompt(passage, turn.ids.then(self.ids(text[len(turn.text) :])), turn.stem)
             turn = above(turn)
-        return RenderedPrompt(Passage(text), self.encode(text), None)
+        return None
 
     def _goes_on(self, text: str, turn: Turn) -> bool:
         """Return True if the text begins with a turn's text, can be encoded apart there, and can use its ids."""
@@ -213,10 +244,21 @@ class Renderer:
         a, b = (self.render([*messages, Message("user", probe)], now, given).text for probe in ("a", "b"))
         return a[: self._tokenizer.last_cut(a, _common(a, b))]
 
-    def end(self, messages: Sequence[Message], now: datetime, given: TemplateInput = NOTHING_MORE) -> str:
-        """Return the text with which every continuation of these messages begins, as `rest`."""
-        a, b = (self.render([*messages, probe], now, given) for probe in _probes(messages[-1]))
-        return a.text[: self._end(a, b)]
+    def end(
+        self,
+        messages: Sequence[Message],
+        now: datetime,
+        given: TemplateInput = NOTHING_MORE,
+        turn: Turn | None = None,
+        above: Above | None = None,
+    ) -> RenderedPrompt:
+        """Return the text with which every continuation of these messages begins, as `rest`; ids as of `whole`."""
+
+        def render(*, tools_last: bool = False) -> RenderedText:
+            a, b = (self.render([*messages, one], now, given, tools_last=tools_last) for one in _probes(messages[-1]))
+            return RenderedText(a.text[: self._end(a, b)], None)
+
+        return self._rendered(messages, given, turn, above, render)[1]
 
     def _end(self, a: RenderedText, b: RenderedText) -> int:
         """Return where two renderings part that differ in the last message.

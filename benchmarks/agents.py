@@ -1,0 +1,420 @@
+"""Coding agents' conversations, made by rules from recorded shapes: the tokens that each request reads, and its writes.
+
+    benchmarks/agents.py MODEL [--agents claude,opencode,pi,codex] [--scale 0.1] [--store-false]
+                               [--llama-server BINARY GGUF]
+
+MODEL: the name or folder of an artifact, whose context must hold the longest prompt: 25,000 tokens at scale 1. A shape
+(tests/data/agents) has lengths in tokens of the artifact's tokenizer, and the places that change; its text is made of
+words without meaning. The client is real HTTP, streams, and repeats what the model answered. A step's call is forced,
+so that every model makes it. Each agent has a daemon with an empty data directory. Then the first two agents take turns
+at one daemon. Rows have medians. *read*: prompt tokens that were fed before the answer. *TTFT* is by the client's
+clock; after a start, a kill and an unload it has the model's load in it. *CPU* and *written* (blocks, /proc/PID/io)
+include the daemon's work up to the next request. *on disk*: growth of the data directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from daemon_process import DaemonProcess, Reply, ServerProcess, conditions
+from llama_server import LlamaServer
+from tokenizers import Tokenizer
+
+from ssmd.config import Settings
+from ssmd.installed import resolve
+
+Fields = dict[str, Any]
+
+SHAPES = Path(__file__).parents[1] / "tests" / "data" / "agents"
+AGENTS = ("claude", "claude-interactive", "opencode", "pi", "codex")
+PAUSE_S = 1.0  # between requests, as while an agent runs a tool: the daemon then does what it does when idle
+STEPS = 3  # calls of a turn
+IN_TURN = 3  # turns of each of two agents
+ANSWER_TOKENS = 12
+LEAST_TOOL = 60  # tokens of a tool's definition; smaller ones are joined where a scale would make them so
+LEAST_CHANGE = 4  # tokens of a part that changes
+DICTIONARY = (  # the words of all texts
+    "the a of to and in is it for on with as this that be are use when only file files path line lines command result "
+    "search read write edit list name type value text never always must should if not no one all before after above "
+    "below code test run call output input error user answer question task project folder change keep short long plain"
+)
+
+
+class Words:
+    """Text of a given number of tokens, the same for the same key."""
+
+    def __init__(self, tokenizer: Path) -> None:
+        self._tokenizer: Any = Tokenizer.from_file(str(tokenizer))
+        self._dictionary = DICTIONARY.split()
+
+    def count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def text(self, tokens: int, key: str, *, changes: bool = False) -> str:
+        """Return a text. changes: it differs from that of any other key in its first tokens."""
+        drawn = random.Random(key)
+        words = [f"{drawn.getrandbits(64):016x}"] if changes else []
+        while True:
+            words += drawn.choices(self._dictionary, k=tokens)
+            text = " ".join(words)
+            encoded = self._tokenizer.encode(text, add_special_tokens=False)
+            if len(encoded.ids) >= tokens:
+                return text[: encoded.offsets[tokens - 1][1]]
+
+
+def shape_of(name: str) -> Fields:
+    """Return a shape as its file has it, with what it takes from another one."""
+    found: Fields = json.loads((SHAPES / f"{name}.json").read_text())
+    return {**shape_of(found["like"]), **found} if "like" in found else found
+
+
+class Agent:
+    """Makes the messages and tools of one agent. scale: factor of all lengths."""
+
+    def __init__(self, name: str, words: Words, scale: float) -> None:
+        self.name, self.shape = name, shape_of(name)
+        self._words, self._scale = words, scale
+        self.tools = self._tools(self.shape["tools"], self.shape["shell"])
+
+    def text(self, tokens: int, key: str, *, changes: bool = False) -> str:
+        least = LEAST_CHANGE if changes else 1
+        return self._words.text(max(least, round(tokens * self._scale)), f"{self.name} {key}", changes=changes)
+
+    def opening(self, shape: Sequence[Fields], state: Fields) -> tuple[list[Fields], list[str]]:
+        """Return the messages before the user's words, and the parts of text that stand in one message with these.
+
+        state: what each kind of change depends on.
+        """
+        made, joined = [], []
+        for place, message in enumerate(shape):
+            headed = place == 0 and self.shape["header"] and shape is self.shape["opening"]
+            parts = [self._header(state)] if headed else []
+            for i, part in enumerate(message["parts"]):
+                kind = part["changes"]
+                key = f"{message['role']} {place} {i} {state.get(kind, '')} {part['tokens']}"
+                parts.append(self.text(part["tokens"], key, changes=kind != "never"))
+            if message.get("joins"):
+                joined = parts
+            else:
+                made.append({"role": message["role"], "content": [_part(text) for text in parts]})
+        return made, joined
+
+    def _header(self, state: Fields) -> str:
+        """Return Claude Code's billing header, as interactive sessions and others have it."""
+        version = f"2.1.197.{random.Random(state['session']).getrandbits(12):03x}"
+        if self.shape["header"] == "session":
+            return f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=sdk-cli;"
+        nonce = f"{random.Random(state['request']).getrandbits(20):05x}"
+        return f"x-anthropic-billing-header: cc_version={version}; cc_entrypoint=cli; cch={nonce};"
+
+    def _tools(self, lengths: Sequence[int], shell: int) -> list[Fields]:
+        """Return tools, the one that is called first in the list's place `shell`."""
+        total = sum(lengths) * self._scale
+        count = max(1, min(len(lengths), round(total / LEAST_TOOL)))
+        if count < len(lengths):
+            lengths, shell = [round(total / count / self._scale)] * count, 0
+        return [self._tool("shell" if i == shell else f"tool{i}", tokens) for i, tokens in enumerate(lengths)]
+
+    def _tool(self, name: str, tokens: int) -> Fields:
+        parameters = {
+            "type": "object",
+            "properties": {"command": {"type": "string", "enum": ["ls"]}},
+            "required": ["command"],
+            "additionalProperties": False,
+        }
+        function: Fields = {"name": name, "description": "", "parameters": parameters}
+        made = {"type": "function", "function": function}
+        rest = round(tokens * self._scale) - self._words.count(json.dumps(made))
+        function["description"] = self._words.text(max(1, rest), f"{self.name} {name}")
+        return made
+
+    def some_tools(self, chosen: Sequence[int]) -> list[Fields]:
+        """Return a sub-agent's tools, by their places at scale 1; the one that is called is always among them."""
+        return [one for i, one in enumerate(self.tools) if i in chosen or one["function"]["name"] == "shell"]
+
+
+class Conversation:
+    """One conversation of an agent, as its client keeps it."""
+
+    def __init__(self, agent: Agent, state: Fields, *, part: str | None = None) -> None:
+        """state: as of Agent.opening. part: "title" or "subagent" for such a one of the agent's shape."""
+        self.agent, self.state = agent, state
+        shape = agent.shape[part] if part else agent.shape
+        self._shape = shape["opening"]
+        self.tools = [] if part == "title" else agent.some_tools(shape["tools"]) if part else agent.tools
+        self._later: list[Fields] = []
+
+    def body(self, request: int) -> Fields:
+        """Return the request that goes on from here. request: its number in the trace."""
+        opening, joined = self.agent.opening(self._shape, {**self.state, "request": request})
+        first, *others = self._later
+        if joined:
+            first = {"role": "user", "content": [*map(_part, joined), _part(first["content"])]}
+        body: Fields = {"messages": [*opening, first, *others]}
+        return {**body, "tools": self.tools} if self.tools else body
+
+    def say(self, tokens: int, key: str) -> None:
+        """Add a message of the user."""
+        self._later.append({"role": "user", "content": self.agent.text(tokens, f"says {self.state['session']} {key}")})
+
+    def hear(self, reply: Reply) -> None:
+        """Add the model's answer, and for each of its calls a result, which may be long."""
+        answer: Fields = {"role": "assistant", "content": reply.text or None if reply.calls else reply.text}
+        self._later.append({**answer, "tool_calls": reply.calls} if reply.calls else answer)
+        sizes = self.agent.shape["results"]
+        for call in reply.calls:
+            count = sum(message["role"] == "tool" for message in self._later)
+            text = self.agent.text(sizes[count % len(sizes)], f"result {self.state['session']} {count}")
+            self._later.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+
+    def compact(self, summary: str) -> None:
+        """Begin anew, with a summary in place of all messages."""
+        self._later = [{"role": "user", "content": summary}]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request and its cost. cpu_ms, written and on_disk (bytes) are up to the next request."""
+
+    agent: str
+    kind: str
+    prompt: int
+    cached: int
+    resume: str
+    ttft_ms: float
+    cpu_ms: float = 0.0
+    written: int = 0
+    on_disk: int = 0
+
+
+@dataclass
+class Client:
+    """The client of a trace at one server. named: the server takes `tool_choice` with a tool's name."""
+
+    server: ServerProcess
+    model: str
+    data: Path
+    store: bool | None  # None: as the shape has it
+    pause_s: float
+    named: bool = True
+    rows: list[Row] = field(default_factory=list)
+
+    def ask(self, kind: str, talk: Conversation, *, calls: bool = False, beside: Conversation | None = None) -> Reply:
+        """Send a conversation, and add the answer to it. calls: force a call. beside: one that is sent meanwhile."""
+        before = self._counters()
+        title: list[Reply] = []
+        thread = threading.Thread(target=lambda: title.append(self._send(beside, False)) if beside else None)
+        thread.start()
+        reply = self._send(talk, calls)
+        thread.join()
+        talk.hear(reply)
+        time.sleep(self.pause_s)
+        cpu_ms, written, on_disk = (now - then for now, then in zip(self._counters(), before, strict=True))
+        self._note(kind, talk, reply, cpu_ms=cpu_ms, written=int(written), on_disk=int(on_disk))
+        for other in title:
+            self._note("title, beside the first", talk, other)
+        if beside is not None and not title:
+            raise RuntimeError("the request for a title failed")
+        return reply
+
+    def _send(self, talk: Conversation, calls: bool) -> Reply:
+        body = talk.body(len(self.rows))
+        if calls:
+            body["tool_choice"] = {"type": "function", "function": {"name": "shell"}} if self.named else "required"
+        store = talk.agent.shape["store"] if self.store is None else self.store
+        tokens = 100 if calls else ANSWER_TOKENS
+        return self.server.chat(body.pop("messages"), model=self.model, max_tokens=tokens, store=store, **body)
+
+    def _note(self, kind: str, talk: Conversation, reply: Reply, **costs: Any) -> None:
+        usage = reply.usage
+        cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+        resume = usage.get("ssmd", {}).get("resume", "")
+        row = Row(talk.agent.name, kind, int(usage["prompt_tokens"]), cached, resume, reply.ttft_ms, **costs)
+        self.rows.append(row)
+
+    def _counters(self) -> tuple[float, int, int]:
+        """Return the server's CPU time in ms, bytes written, and bytes of the files in the data directory."""
+        assert self.server.process is not None
+        proc = Path(f"/proc/{self.server.process.pid}")
+        times = (proc / "stat").read_text().rpartition(")")[2].split()[11:13]
+        io = dict(line.split(": ") for line in (proc / "io").read_text().splitlines())
+        files = 0
+        for folder, _, names in os.walk(self.data):
+            files += sum(_size(Path(folder, name)) for name in names)
+        return sum(map(int, times)) * 1e3 / os.sysconf("SC_CLK_TCK"), int(io["write_bytes"]), files
+
+    def restart(self) -> None:
+        self.server.kill()
+        self.server.start()
+
+    def unload(self) -> None:
+        """Have the daemon let the model go."""
+        while self.server.post(f"/ssmd/v1/models/{self.model}/unload", {})["state"] != "unloaded":
+            time.sleep(0.02)
+
+
+def steps(client: Client, talk: Conversation, kind: str, count: int, beside: Conversation | None = None) -> None:
+    """Send the user's last words, and the results of `count` calls one after the other. kind: of the first request."""
+    client.ask(kind, talk, calls=count > 0, beside=beside)
+    for i in range(count):
+        client.ask("step", talk, calls=i + 1 < count)
+
+
+def trace(client: Client, agent: Agent, *, unloads: bool = True) -> None:
+    """Send the trace of one agent. unloads: the server can let its model go."""
+    words, here = agent.shape["words"], {"session": "A", "edit": 0, "directory": 0, "day": 0}
+    talk = Conversation(agent, here)
+
+    def turn(kind: str, of: Conversation, number: int, count: int = 1) -> None:
+        of.say(words[number % len(words)], str(number))
+        steps(client, of, kind, count)
+
+    title = Conversation(agent, here, part="title") if agent.shape["title"] else None
+    if title is not None:
+        title.say(agent.shape["title"]["words"], "title")
+    talk.say(words[0], "0")
+    steps(client, talk, "first", STEPS, beside=title)
+    turn("next turn", talk, 1, STEPS)
+    if agent.shape["subagent"]:
+        sub = Conversation(agent, {**here, "session": "sub-agent"}, part="subagent")
+        sub.say(agent.shape["subagent"]["words"], "task")
+        steps(client, sub, "sub-agent", 1)
+        turn("next turn", talk, 2)
+    client.restart()
+    turn("after kill -9", talk, 3)
+    if unloads:
+        client.unload()
+        turn("after an unload", talk, 4)
+    turn("new session", Conversation(agent, {**here, "session": "B"}), 0)
+    if any(part["changes"] == "edit" for message in agent.shape["opening"] for part in message["parts"]):
+        turn("new session, file edited", Conversation(agent, {**here, "session": "C", "edit": 1}), 0)
+    turn("new session, elsewhere", Conversation(agent, {"session": "D", "edit": 2, "directory": 1, "day": 1}), 0)
+    turn("new session, elsewhere", Conversation(agent, {"session": "E", "edit": 3, "directory": 2, "day": 1}), 0)
+    turn("old session", talk, 5)
+    compaction = agent.shape["compaction"]
+    talk.say(compaction["request"], "summarise")
+    client.ask("summary of all", talk)
+    talk.compact(agent.text(compaction["summary"], "summary"))
+    steps(client, talk, "after compaction", 1)
+
+
+def in_turn(client: Client, agents: Sequence[Agent]) -> None:
+    """Two agents, or more, take turns at one server."""
+    talks = [Conversation(agent, {"session": "A", "edit": 0, "directory": 0, "day": 0}) for agent in agents]
+    for number in range(IN_TURN):
+        for talk in talks:
+            words = talk.agent.shape["words"]
+            talk.say(words[number % len(words)], str(number))
+            steps(client, talk, "in turn, first" if number == 0 else "in turn", 1)
+
+
+def _part(text: str) -> Fields:
+    return {"type": "text", "text": f"{text}\n"}
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # removed since it was listed
+        return 0
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print a table with a row for each kind of request, and one for all of an agent."""
+    heads = ("agent", "request", "n", "prompt", "cached", "read", "TTFT ms", "CPU ms", "written kB", "on disk kB")
+    print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
+    kinds: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        kinds[row.agent, row.kind].append(row)
+    for agent in dict.fromkeys(row.agent for row in rows):
+        for (of, kind), found in kinds.items():
+            if of == agent:
+                _line(agent, kind, found, statistics.median)
+        _line(agent, "**all: sums; TTFT: median**", [row for row in rows if row.agent == agent], sum)
+
+
+def _line(agent: str, kind: str, rows: Sequence[Row], of: Callable[[list[float]], float]) -> None:
+    def cell(values: list[float], scale: float = 1.0) -> str:
+        return f"{of(values) / scale:,.0f}"
+
+    counts = [cell([getattr(row, name) for row in rows]) for name in ("prompt", "cached")]
+    read = cell([row.prompt - row.cached for row in rows])
+    ttft = f"{statistics.median(row.ttft_ms for row in rows):,.0f}"
+    costs = (
+        cell([row.cpu_ms for row in rows]),
+        cell([row.written for row in rows], 1e3),
+        cell([row.on_disk for row in rows], 1e3),
+    )
+    print(f"| {' | '.join((agent, kind, str(len(rows)), *counts, read, ttft, *costs))} |", flush=True)
+
+
+def measure(artifact: Path, agents: Sequence[Agent], store: bool | None, pause_s: float = PAUSE_S) -> list[Row]:
+    """Run the traces with daemons of one artifact. Returns a row for each request."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as at:
+        for group in [[agent] for agent in agents] + ([list(agents[:2])] if len(agents) > 1 else []):
+            data = Path(at) / "+".join(agent.name for agent in group)
+            with DaemonProcess(artifact, data) as daemon:
+                client = Client(daemon, daemon.get("/v1/models")[1]["data"][0]["id"], data, store, pause_s)
+                if len(group) == 1:
+                    trace(client, group[0])
+                else:
+                    in_turn(client, group)
+                rows += client.rows
+    return rows
+
+
+def measure_llama(binary: Path, gguf: Path, agents: Sequence[Agent], context: int, pause_s: float) -> list[Row]:
+    """The same with llama-server, which keeps nothing over a kill and cannot unload its model."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as at:
+        for group in [[agent] for agent in agents] + ([list(agents[:2])] if len(agents) > 1 else []):
+            folder = Path(at) / "+".join(agent.name for agent in group)
+            with LlamaServer(binary, gguf, folder, context=context, threads=os.cpu_count() or 1) as server:
+                print(f"llama-server: {server.producer()}", flush=True)
+                client = Client(server, "gguf", folder, None, pause_s, named=False)
+                if len(group) == 1:
+                    trace(client, group[0], unloads=False)
+                else:
+                    in_turn(client, group)
+                rows += client.rows
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--agents", default=",".join(AGENTS), help="with commas between them")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds between requests")
+    parser.add_argument("--store-false", action="store_true", help="`store: false` in all requests")
+    parser.add_argument("--llama-server", nargs=2, type=Path, metavar=("BINARY", "GGUF"))
+    parser.add_argument("--llama-context", type=int, default=32768, help="tokens")
+    asked = parser.parse_args()
+    settings = Settings()
+    artifact = resolve(asked.model, settings.models_dir, settings.runtime, settings.device)
+    words = Words(artifact / "tokenizer.json")
+    agents = [Agent(name, words, asked.scale) for name in asked.agents.split(",")]
+    form = "store: false" if asked.store_false else "store as each agent has it"
+    print(f"# agents: {artifact.parent.name}, {artifact.name}, lengths × {asked.scale}, {form}; {conditions()}\n")
+    show(measure(artifact, agents, False if asked.store_false else None, asked.pause))
+    if asked.llama_server:
+        print("\nllama-server, on the same trace\n")
+        binary, gguf = asked.llama_server
+        show(measure_llama(binary, gguf, agents, asked.llama_context, asked.pause))
+
+
+if __name__ == "__main__":
+    main()
