@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import commands
+from keeping import lay_store
 from noted import note_all
 from terminal import Terminal, command
 from test_server import environment
 
-from ssmd.machine.folder import make_private
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Session, Turn, conversation
 
@@ -30,7 +30,7 @@ class Home:
         self.path = path
         self.data = path / "data"
         self.env = environment(path)
-        make_private(self.data)
+        lay_store(self.data)
         shutil.copytree(models, self.data / "models")
         note_all([], self.data)
 

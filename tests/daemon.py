@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import OwnEngine, hosting
+from keeping import open_store
 from serving import Answer, Served, serving
 
 from ssmd.app import create_app
@@ -69,7 +70,7 @@ def daemon(
     """Serve one artifact. `data_dir` None stores nothing. `as_program` wraps the real program."""
     artifact = Artifact.open(path)
     program = as_program(get_runtime(artifact.manifest.runtime).load(artifact, threads=1))
-    store = None if data_dir is None else Store.open(data_dir, busy_ms=busy_ms)
+    store = None if data_dir is None else open_store(data_dir, busy_ms=busy_ms)
     engine = OwnEngine(artifact, program, store, max_running=max_running, max_queue=max_queue)
     engine.start()
     host = hosting(engine, max_waiting=max_queue, keep_alive_s=math.inf)

@@ -5,6 +5,10 @@ costs the few bytes of a reference, and a folder of 2 MB takes 20 to 70 kB. Rest
 to the last bit, without PyTorch or a converter. keys.json has a digest for each: of the code, the packages and the
 request. With another digest, or from another source, nothing is restored, and it is built.
 
+NumPy's power of float32 has another last bit on a processor with AVX-512. So RoPE's tables differ there for some head
+sizes, and with them the parameters that an artifact is compressed after, and the artifact itself. Such an artifact is
+kept once for each kind of processor: NAME.tar.zst and NAME.2.tar.zst.
+
 As a program it keeps what today's code makes: scripts/keep.
 """
 
@@ -141,11 +145,19 @@ def keys() -> dict[str, str]:
 
 def restore(name: str, wanted: str, source: Path, out: Path) -> bool:
     """Write the folder `out` of artifact `name` if what is kept has that key and is of these weights; else False."""
-    return keys().get(name) == wanted and unpack(file_of(name).read_bytes(), source, out)
+    if keys().get(name) != wanted:
+        return False
+    return any(unpack(file.read_bytes(), source, out) for file in files_of(name) if file.exists())
 
 
-def file_of(name: str) -> Path:
-    return FOLDER / f"{name}{SUFFIX}"
+def files_of(name: str) -> tuple[Path, Path]:
+    """Return where `name` is kept, and where it is for another kind of processor; either may be missing."""
+    return FOLDER / f"{name}{SUFFIX}", FOLDER / f"{name}.2{SUFFIX}"
+
+
+def restorable(name: str, source: Path) -> bool:
+    """Return True if a kept file of `name` can be restored on this processor, after this source."""
+    return any(_content(file.read_bytes(), source) is not None for file in files_of(name) if file.exists())
 
 
 def pack(artifact: Path, source: Path) -> bytes:
@@ -167,19 +179,25 @@ def pack(artifact: Path, source: Path) -> bytes:
 
 def unpack(packed: bytes, source: Path, out: Path) -> bool:
     """Write the folder `out` anew. False, and nothing written, if `packed` is not of these weights or is damaged."""
+    content = _content(packed, source)
+    if content is None:
+        return False
+    part = out.with_name(f"{out.name}.part")
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        tar.extractall(part, filter="data")
+    part.rename(out)
+    return True
+
+
+def _content(packed: bytes, source: Path) -> bytes | None:
+    """Decompress a kept tar; None if it is not of these weights, or is damaged."""
     try:
         content = zstandard.ZstdDecompressor(dict_data=_before(source), max_window_size=_BYTES).decompress(
             packed, max_output_size=_BYTES
         )
     except zstandard.ZstdError:  # whose checksum is of the content
-        return False
-    if content[:_DIGEST] != _digest(source):
-        return False
-    part = out.with_name(f"{out.name}.part")
-    with tarfile.open(fileobj=io.BytesIO(content[_DIGEST:])) as tar:
-        tar.extractall(part, filter="data")
-    part.rename(out)
-    return True
+        return None
+    return content[_DIGEST:] if content[:_DIGEST] == _digest(source) else None
 
 
 def _digest(source: Path) -> bytes:
@@ -209,21 +227,27 @@ def _encoded(array: Any) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """Keep all artifacts that are not of today's code, and remove those that are kept no more."""
+    """Keep all artifacts that are not of today's code, or not of this processor, and remove those no longer kept."""
     from conftest import BUILT, KEPT, opened
 
     artifacts, known = opened(), keys()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    stale = [n for n in KEPT if known.get(n) != BUILT[n].key or not file_of(n).exists()]
-    for name in stale:
+    for name in KEPT:
+        file, beside = files_of(name)
+        current = known.get(name) == BUILT[name].key and file.exists()
+        if current and restorable(name, artifacts.source(name)):
+            continue
         packed = pack(artifacts[name], artifacts.source(name))
-        old = file_of(name).read_bytes() if file_of(name).exists() else b""
-        file_of(name).write_bytes(packed)
+        old = file.read_bytes() if file.exists() else b""
+        (beside if current else file).write_bytes(packed)
+        if not current:
+            beside.unlink(missing_ok=True)  # of the code before
         known[name] = BUILT[name].key
         KEYS.write_text(json.dumps({n: known[n] for n in KEPT if n in known}, indent=1) + "\n")
         print(f"{name}: {len(packed):,} bytes{', the same as before' if packed == old else ''}", flush=True)
+    every = {file for name in KEPT for file in files_of(name)}
     for file in FOLDER.glob(f"*{SUFFIX}"):
-        if file.name.removesuffix(SUFFIX) not in KEPT:
+        if file not in every:
             file.unlink()
     print(f"{len(KEPT)} artifacts, {sum(f.stat().st_size for f in FOLDER.iterdir()):,} bytes in {FOLDER}")
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from conftest import TinyArtifacts
 from daemon import CHAT, NO_END, soon
+from keeping import lay_store
 from noted import note_all
 from serving import Answer, Served, serving
 
@@ -125,6 +126,7 @@ def several(
 ) -> Iterator[Several]:
     """A daemon over a models directory; its data lies beside that. at: a socket that listens."""
     chosen = Settings(**{"models_dir": models, "data_dir": models.parent / "data", "threads": 1, **settings})
+    lay_store(chosen.data_dir)
     host = open_host(chosen, None, keep=True)
     host.ready()
     try:

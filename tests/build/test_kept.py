@@ -11,11 +11,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import kept
+import numpy as np
 import pytest
 import tiny
 from build.test_reproducibility import check_same, hashes, python
 from conftest import BUILT, KEPT, TinyArtifacts
 from modules import MODULES, reached_from
+from safetensors.numpy import load_file, save_file
+
+from ssmd.model.rope import Rope
 
 
 @pytest.mark.full
@@ -47,11 +51,33 @@ def test_of_another_source_nothing_is_restored(damage: str, artifacts: TinyArtif
     if damage == "bytes":
         packed[len(packed) // 2] ^= 1
     elif damage == "weights":
-        tiny.write_source(source, "llama", seed=1)
+        weights = load_file(source / "model.safetensors")
+        weights["model.norm.weight"][0] += 1
+        save_file(weights, source / "model.safetensors")
     else:
         (source / damage).write_text((source / damage).read_text() + "\n")
     assert not kept.unpack(bytes(packed), source, tmp_path / "restored")
     assert not (tmp_path / "restored").exists()
+
+
+def test_kept_for_two_processors_and_restored_on_each(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power of a float32 has another last bit where a processor has AVX-512, and so has a RoPE table."""
+    name, key = "wgpu-llama-f32", BUILT["wgpu-llama-f32"].key
+    artifact, source = artifacts[name], artifacts.source(name)
+    monkeypatch.setattr(kept, "FOLDER", tmp_path)
+    here, beside = kept.files_of(name)
+    here.write_bytes(kept.pack(artifact, source))
+    with monkeypatch.context() as elsewhere:
+        plain = Rope.frequencies
+        elsewhere.setattr(Rope, "frequencies", lambda rope, rotated: np.nextafter(plain(rope, rotated), np.float32(2)))
+        assert not kept.restorable(name, source)
+        assert not kept.restore(name, key, source, tmp_path / "none")
+        beside.write_bytes(kept.pack(artifact, source))
+        assert kept.restore(name, key, source, tmp_path / "there")
+    assert kept.restore(name, key, source, tmp_path / "here")
+    assert hashes(tmp_path / "there") == hashes(tmp_path / "here") == hashes(artifact)
 
 
 def test_another_key_for_other_code_packages_and_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from daemon import soon
 from engine.test_engine import LONG_SYSTEM, Answer, Asked, ask, user
 from engines import OwnEngine
 from flat_programs import altered
+from keeping import open_store
 from schemas import grammar_of
 from sqlalchemy import select
 
@@ -69,7 +70,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def serving(loaded: tuple[Artifact, Program], folder: Path) -> Iterator[tuple[Engine, Store]]:
-    store = Store.open(folder)
+    store = open_store(folder)
     engine = OwnEngine(*loaded, store, max_running=4)
     engine.start()
     yield engine, store

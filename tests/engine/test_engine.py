@@ -19,6 +19,7 @@ import pytest
 from conftest import TinyArtifacts
 from daemon import soon
 from engines import OwnEngine
+from keeping import open_store
 from sqlalchemy import func, select, update
 
 from ssmd.engine.decode import fairness
@@ -126,7 +127,7 @@ def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(tmp_path / "data", busy_ms=200)
+    store = open_store(tmp_path / "data", busy_ms=200)
     yield store
     store.close()
 
@@ -870,7 +871,7 @@ def test_a_turn_told_as_lost_does_not_come_later(
 ) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 0.1)
     monkeypatch.setattr(writer_module, "TEXT_PATIENCE_S", 0.3)
-    store = Store.open(tmp_path / "data", busy_ms=60_000)
+    store = open_store(tmp_path / "data", busy_ms=60_000)
     engine = OwnEngine(*loaded, store)
     engine.start()
     with closing(sqlite3.connect(store.file, isolation_level=None)) as other:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import TinyArtifacts
 from engines import OwnEngine
+from keeping import open_store
 from numpy.typing import NDArray
 
 from ssmd.engine.engine import Engine
@@ -21,7 +22,6 @@ from ssmd.engine.sampling.sampler import Sampler
 from ssmd.model.artifact import Artifact
 from ssmd.model.defaults import ALL_TOKENS
 from ssmd.runtime.protocol import get_runtime
-from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
 V = 500
@@ -120,7 +120,7 @@ def test_a_resumed_prompt_counts_the_ids_that_need_not_be_read(
     """Of a conversation that goes on only the end is at hand; the penalty counts what stands before it, too."""
     artifact = Artifact.open(artifacts["llama-f32"])
     program = get_runtime("litert").load(artifact, threads=1)
-    store = Store.open(tmp_path / "data")
+    store = open_store(tmp_path / "data")
     engine, whole = (OwnEngine(artifact, program, kept) for kept in (store, None))
     engine.start()
     try:

@@ -16,6 +16,7 @@ from daemon import soon
 from engine.test_engine import SAMPLING, Answer, Asked, answered, ask, program_of, user
 from engines import OwnEngine
 from forked import DaemonProcess
+from keeping import open_store
 from keeping import whole as whole_of
 
 from ssmd.engine.engine import Engine
@@ -40,7 +41,7 @@ TRIMMING = (
 
 @contextmanager
 def engine_of(artifact: Artifact, program: Program, data: Path) -> Iterator[tuple[Engine, Store]]:
-    store = Store.open(data)
+    store = open_store(data)
     engine = OwnEngine(artifact, program, store)
     engine.start()
     try:
