@@ -17,7 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from ssmd.api.generate.answer import Read
 from ssmd.api.generate.fair_reading import FairPool, Gate
+from ssmd.api.generate.front import Front
 from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http.keys import Keys
 from ssmd.api.http.security import READING, PathRules
@@ -171,6 +173,12 @@ class Service:
             raise ValueError(f"{make.__name__} is used in two pools, {its} and {pool}")
         found: T = made
         return found
+
+    def front(self, read: Read) -> Front:
+        """Return an endpoint that generates. read: makes a request of a body's fields. Its entry names the pool."""
+        if self.operation is None or self.operation.pool != "chats":
+            raise ValueError("an operation that generates takes turns in the pool of chats")
+        return Front(self.host, self.gate, read, self.under_way, self.stall_s, self.settings.stream_comment)
 
     def of(self, operation: Operation) -> Service:
         """Return the service as an operation's endpoint gets it."""

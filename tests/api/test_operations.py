@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 
 from ssmd.api.generate.fair_reading import FairPool
 from ssmd.api.http.keys import Keys
+from ssmd.api.openai import chat
 from ssmd.api.openapi import described
 from ssmd.api.operation import BODY, Operation, Right, Service
 from ssmd.api.operations import OPERATIONS
@@ -106,6 +107,8 @@ def test_an_object_of_two_pools_is_refused() -> None:
     app_of(service_of([looks, replace(looks, path="/more")], Settings()))
     with pytest.raises(ValueError, match="make is used in two pools, looks and texts"):
         app_of(service_of([looks, texts], Settings()))
+    with pytest.raises(ValueError, match="takes turns in the pool of chats"):
+        app_of(service_of([replace(NEW, endpoint=chat.endpoint, pool="texts")], Settings()))
     with pytest.raises(ValueError, match="/more names no pool"):
         app_of(service_of([replace(looks, path="/more", pool=None)], Settings()))
 

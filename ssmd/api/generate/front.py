@@ -21,14 +21,14 @@ from starlette.types import Receive, Scope, Send
 
 from ssmd.api.generate.answer import Answer, ParsedRequest, Read, ResponseInfo, WholeChoice
 from ssmd.api.generate.delivery import AnswerStopped, ClientGone, Delivery
-from ssmd.api.generate.fair_reading import LONG_BYTES, client_of
+from ssmd.api.generate.fair_reading import LONG_BYTES, Gate, client_of
 from ssmd.api.generate.idempotency import Repeats, RequestIdentity, in_place_of, read_mark
-from ssmd.api.generate.in_flight import InFlightAnswer
+from ssmd.api.generate.in_flight import InFlightAnswer, InFlightAnswers
 from ssmd.api.http import access, sse
 from ssmd.api.http.body import parse_object, read_body
 from ssmd.api.http.errors import INTERNAL
 from ssmd.api.http.keys import caller_of
-from ssmd.api.operation import Service
+from ssmd.engine.host.host import Host
 from ssmd.engine.host.loader import LeaseRequest, ModelLease
 from ssmd.engine.metrics import CANCELLED, STOPPED
 from ssmd.engine.persist.replay import events
@@ -42,13 +42,18 @@ _MOMENT = 3  # turns of the event loop after which a client that left at once is
 
 
 class Front:
-    """The ASGI app of an operation that generates."""
+    """The ASGI app of an endpoint that generates.
 
-    def __init__(self, on: Service, read: Read) -> None:
-        self.host, self.under_way, self.read = on.host, on.under_way, read
-        self.repeats, self.pool = Repeats(on.host, on.gate.store), on.pool
-        self._stall_s = on.stall_s
-        self._silence_s = on.settings.stream_comment  # seconds between the comments of a stream without an event yet
+    stall_s: seconds after which a client that reads nothing is disconnected. silence_s: seconds between the comments of
+    a stream that has no event yet.
+    """
+
+    def __init__(
+        self, host: Host, gate: Gate, read: Read, under_way: InFlightAnswers, stall_s: float, silence_s: float
+    ) -> None:
+        self.host, self.under_way, self.read = host, under_way, read
+        self.repeats, self.pool = Repeats(host, gate.store), gate.chats
+        self._stall_s, self._silence_s = stall_s, silence_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery, exchange, watcher = Delivery(), None, None

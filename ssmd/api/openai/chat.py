@@ -7,23 +7,22 @@ from functools import partial
 from typing import Any
 
 from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeChoice, own_usage
-from ssmd.api.generate.front import Front
 from ssmd.api.http import sse
 from ssmd.api.http.errors import error_body
 from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.openai.fields import Fields
 from ssmd.api.openai.tools import ignored_keywords, variables_of
-from ssmd.api.operation import Service
+from ssmd.api.operation import Endpoint, Service
 from ssmd.engine.host.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Request, TokenLogprob, Usage
 from ssmd.engine.terms import Rejection
 
 
-def endpoint(on: Service) -> Front:
+def endpoint(on: Service) -> Endpoint:
     """Build the endpoint."""
     fields = Fields(ChatBody.model_fields, NOT_BUILT, strict=on.settings.strict)
     truncate, keep_volatile = on.settings.truncation == "auto", on.settings.keep_volatile
-    return Front(on, partial(_read, on.host, fields, truncate, keep_volatile))
+    return on.front(partial(_read, on.host, fields, truncate, keep_volatile))
 
 
 def _read(host: Host, sorting: Fields, truncate: bool, keep_volatile: bool, fields: dict[str, Any]) -> ParsedRequest:

@@ -12,13 +12,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeChoice, own_usage
-from ssmd.api.generate.front import Front
 from ssmd.api.http import sse
 from ssmd.api.http.body import WHOLE, brief, validate, whole_list
 from ssmd.api.http.errors import error_body
 from ssmd.api.openai.chat_body import MAX_N, NOT_BUILT, GenerationBody, generation, without_refused
 from ssmd.api.openai.fields import Fields, Neutral
-from ssmd.api.operation import Service
+from ssmd.api.operation import Endpoint, Service
 from ssmd.engine.host.host import Host
 from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, Raw, Request, TokenLogprob, Usage
 from ssmd.engine.terms import Rejection
@@ -51,10 +50,10 @@ _UNKNOWN_HERE = frozenset(
 )
 
 
-def endpoint(on: Service) -> Front:
+def endpoint(on: Service) -> Endpoint:
     """Build the endpoint."""
     fields = Fields(CompletionBody.model_fields, REFUSED, strict=on.settings.strict)
-    return Front(on, partial(_read, on.host, fields))
+    return on.front(partial(_read, on.host, fields))
 
 
 def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> ParsedRequest:
