@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from ssmd.text.messages import Message
 
 app = typer.Typer(help="The conversations kept here.", no_args_is_help=True)
+_AT_ONCE = 500  # sessions printed at once
 SHOWN = 100  # sessions in a list without --all
 BUSY_MS = 10_000  # longest wait for a daemon that writes a turn
 _UNDER_WAY_S = 60.0  # s: a state without a session that was used since may get its turn yet
@@ -140,10 +140,15 @@ def _print_table(each: Callable[[], Iterator[Session]], most: int) -> bool:
     room = sys.maxsize
     if sys.stdout.isatty():
         room = max(1, shutil.get_terminal_size().columns - sum(widths[i] + 2 for i in shown))
-    for row in chain([names], map(_row, islice(each(), count))):
+
+    def line(row: list[str]) -> str:
         title = row[-1] if cell_len(row[-1]) <= room else set_cell_size(row[-1], room - 1) + "\u2026"
-        line = "".join(row[i] + " " * (widths[i] + 2 - cell_len(row[i])) for i in shown) + title
-        typer.echo(typer.style(line, bold=True) if row is names else line)
+        return "".join(row[i] + " " * (widths[i] + 2 - cell_len(row[i])) for i in shown) + title
+
+    typer.echo(typer.style(line(names), bold=True))
+    rows = map(_row, islice(each(), count))
+    while some := list(islice(rows, _AT_ONCE)):
+        typer.echo("\n".join(map(line, some)))
     return count == most and next(islice(each(), most, None), None) is not None
 
 
@@ -222,11 +227,12 @@ def _shown(message: Message) -> str:
 
 def _print_summaries(sessions: Iterator[Session]) -> None:
     """Print a JSON list of sessions, one after the other: a store may have more than fit into memory."""
-    between = "[\n"
-    for session in sessions:
-        typer.echo(between + indent(json_text(_summary(session), 1), " "), nl=False)
-        between = ",\n"
-    typer.echo("[]" if between == "[\n" else "\n]")
+    between = "[\n "
+    while some := list(islice(sessions, _AT_ONCE)):
+        texts = (json_text(_summary(session), 1).replace("\n", "\n ") for session in some)
+        typer.echo(between + ",\n ".join(texts), nl=False)
+        between = ",\n "
+    typer.echo("[]" if between == "[\n " else "\n]")
 
 
 def _summary(session: Session) -> dict[str, Any]:
