@@ -50,7 +50,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {**SHAPE,
 
 
 def main() -> None:
-    """Run the traffic and print the figures. Exit code 1 if a request ended in a 5xx or the daemon did not end well."""
+    """Run the traffic and print the figures. Exit code 1 after a 5xx but 503, or if the daemon did not end well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--load", choices=("mixed", "costly"), default="mixed")
