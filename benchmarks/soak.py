@@ -72,8 +72,8 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     """Serve into a folder, and print a line every so often. Returns the exit code."""
     rounds = f"{options.rounds} x {options.minutes:g} minutes of {options.load} load and {options.idle:g} without any"
     print(f"{conditions()}; {options.model}, {options.clients} clients, {rounds}, quota {QUOTA}")
-    heads = ("minutes", "load", "requests", "anonymous MB", "of files MB", "allocator MB", "free of it MB", "arenas")
-    heads = (*heads, "fds", "threads", "disk MB")
+    heads = ["minutes", "load", "requests", "anonymous MB", "of files MB", "allocator MB", "free of it MB", "arenas"]
+    heads += ["fds", "threads", "disk MB"]
     print("\n| " + " | ".join(heads) + " |\n| ---: | --- " + "| ---: " * (len(heads) - 2) + "|")
     how = "--traced" if options.trace else "--as-it-is"
     program = (sys.executable, str(Path(__file__).absolute()), how, str(folder))
