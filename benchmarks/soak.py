@@ -50,7 +50,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {**SHAPE,
 
 
 def main() -> None:
-    """Run the traffic and print the figures. Exit code 1 if a request ended in a 5xx or the daemon did not end well."""
+    """Run the traffic and print the figures. Exit code 1 after a 5xx but 503, or if the daemon did not end well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--load", choices=("mixed", "costly"), default="mixed")
@@ -72,8 +72,8 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     """Serve into a folder, and print a line every so often. Returns the exit code."""
     rounds = f"{options.rounds} x {options.minutes:g} minutes of {options.load} load and {options.idle:g} without any"
     print(f"{conditions()}; {options.model}, {options.clients} clients, {rounds}, quota {QUOTA}")
-    heads = ("minutes", "load", "requests", "anonymous MB", "of files MB", "allocator MB", "free of it MB", "arenas")
-    heads = (*heads, "fds", "threads", "disk MB")
+    heads = ["minutes", "load", "requests", "anonymous MB", "of files MB", "allocator MB", "free of it MB", "arenas"]
+    heads += ["fds", "threads", "disk MB"]
     print("\n| " + " | ".join(heads) + " |\n| ---: | --- " + "| ---: " * (len(heads) - 2) + "|")
     how = "--traced" if options.trace else "--as-it-is"
     program = (sys.executable, str(Path(__file__).absolute()), how, str(folder))

@@ -30,6 +30,7 @@ from ssmd.engine.metrics import Metrics
 from ssmd.engine.request import Delta, Event, Failure, Finish, Request
 from ssmd.engine.sampling import grammar
 from ssmd.engine.sampling.grammar import Grammars
+from ssmd.engine.sampling.kept import GrammarMemory
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.trial import is_plain
 from ssmd.engine.terms import Grammar
@@ -81,7 +82,7 @@ def readings(engine: Engine, rounds: int) -> list[str]:
         if trial:
             read.read(grammar)
         else:
-            read._read(grammar, plain=True)
+            read._read(grammar, plain=True, memory=GrammarMemory(0))
         return (time.perf_counter() - began) * 1e3
 
     for kind in grammars(0):

@@ -59,7 +59,8 @@ class TrimSchedule:
 
     def __init__(self, now: float, worked: float, nbytes: int) -> None:
         """Begin with the present figures: monotonic s, processor time in s, and resident bytes."""
-        self.trimmed(now, worked, nbytes)
+        self._seen = now, worked
+        self._at, self._work, self._bytes = now, worked, nbytes
 
     def due(self, now: float, worked: float, nbytes: Callable[[], int]) -> bool:
         """Return True if it is time to trim; then the caller trims, and calls `trimmed`.

@@ -20,7 +20,7 @@ from ssmd.text.messages import Message, ToolCall
 from ssmd.text.template import TemplateInput
 
 _KEPT = 32  # prepared inputs that are cached, one for each set of tools and variables
-MAX_KEPT_CHARS = 256 << 10  # of the JSON of a cached input: 128 large tools have fewer, a body may have 32 MB
+MAX_KEPT_CHARS = 256 << 10  # JSON of an input that is cached: 128 large tools have less, and a body may have 32 MB
 _UNSHOWN = ("strict",)  # fields of a function that are for the server, not for the model
 _NINE = re.compile(r"[A-Za-z0-9]{9}")  # the form of ids that Mistral's templates require
 

@@ -53,7 +53,12 @@ def test_a_daemon_returns_what_any_work_freed(
     artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trimmed, trim = list[float](), memory.trim
-    monkeypatch.setattr(memory, "trim", lambda: (trimmed.append(time.monotonic()), trim()))
+
+    def note() -> None:
+        trimmed.append(time.monotonic())
+        trim()
+
+    monkeypatch.setattr(memory, "trim", note)
     with daemon(artifacts["llama-f32"], None) as one:
         trimmed.clear()
         answer = one.served.ask("POST", "/tokenize", {"model": one.model, "content": "a b " * 50_000})

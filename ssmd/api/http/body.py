@@ -97,8 +97,8 @@ def parse_object(raw: bytes, go_on: Callable[[], None] = lambda: None) -> dict[s
         raise Rejection(said, code="invalid_json", param=param or None) from None
     if not isinstance(value, dict):
         raise Rejection("the request body is not a JSON object", code="invalid_json")
-    if (param := _place_of_infinity(value)) is not None:
-        raise Rejection(f"{param} is a number beyond 1.8e308, the range of floats", code="invalid_value", param=param)
+    if (place := _place_of_infinity(value)) is not None:
+        raise Rejection(f"{place} is a number beyond 1.8e308, the range of floats", code="invalid_value", param=place)
     return value
 
 
@@ -136,7 +136,7 @@ def _place_of_surrogate(raw: bytes, error: str) -> str:
 
 def _place_of_infinity(value: dict[str, Any]) -> str | None:
     """Return the path of a number that no float holds; None without one. JSON allows 1e400, which is parsed as inf."""
-    left: list[dict[str, Any] | list[Any]] = [value]
+    left: list[Any] = [value]
     while left:
         one = left.pop()
         if type(one) is list and _WALKED.isdisjoint(map(type, one)):
