@@ -111,7 +111,7 @@ def _in_fork(path: Path, runtime: str) -> None:
     if runtime == "wgpu":  # nothing is asked of a GPU: a daemon loads it in its own process, after these checks
         import ssmd_wgpu.runtime
 
-        ssmd_wgpu.runtime.WgpuProgram = _passed  # type: ignore[assignment,misc]
+        vars(ssmd_wgpu.runtime)["WgpuProgram"] = _passed
         get_runtime(runtime).load(CheckedArtifacts().open(path))
         return
     sys.argv = ["trial", str(os.getppid()), str(path), json.loads((path / MANIFEST).read_text())["device_class"]]

@@ -23,7 +23,7 @@ from ssmd.model.artifact import MANIFEST, MAX_MANIFEST_BYTES, Artifact, Artifact
 FILE = "checked.txt"
 MAX_TENSORS = 4096  # tensors of a state: a layer has up to four
 MAX_COUNT = (1 << 31) - 1  # tokens of a context or bucket, ids of a vocabulary, values of a tensor: graphs use int32
-MAX_NUMBER = 1 << 53  # any other number: as a float it is exact
+MAX_NUMBER = 1 << 53  # any other integer: as a float it is exact
 _LONGEST = 200  # characters of a manifest's value or error that are shown
 
 
@@ -45,7 +45,7 @@ def read_bounded(path: Path) -> Manifest:
     except ArtifactError as err:
         raise ArtifactError(printable(str(err), _LONGEST + len(str(path)))) from err
     for tensor in manifest.spec.tensors:
-        if math.prod(tensor.shape) > MAX_COUNT or tensor.layer > MAX_COUNT:
+        if math.prod(tensor.shape) > MAX_COUNT or abs(tensor.layer) > MAX_COUNT:
             raise ArtifactError(
                 f"{file}: state tensor {tensor.name[:_LONGEST]!r} has more than {MAX_COUNT} values or layers; "
                 "build the artifact again"
@@ -72,9 +72,10 @@ def _check_bounds(fields: Any) -> None:
             waiting += [(name, key) for key in value] + [(name, one) for one in value.values()]
         elif isinstance(value, list):
             waiting += [(name, one) for one in value]
-        elif isinstance(value, int | float) and not -MAX_NUMBER <= value <= MAX_NUMBER:  # nor is NaN
-            shown = value if isinstance(value, float) else f"{value:.3e}" if abs(value) < 10**300 else "1e300 or more"
-            raise ArtifactError(f"{name[:_LONGEST]!r} has the number {shown}; numbers go up to {MAX_NUMBER}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ArtifactError(f"{name[:_LONGEST]!r} has the number {value}, which is not finite")
+        elif isinstance(value, int) and abs(value) > MAX_NUMBER:
+            raise ArtifactError(f"{name[:_LONGEST]!r} has an integer beyond {MAX_NUMBER}")
         elif isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise ArtifactError(f"{name[:_LONGEST]!r} has half a character, which is no Unicode text")
 

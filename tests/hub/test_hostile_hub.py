@@ -33,7 +33,7 @@ Send = Callable[[bytes], object]
 
 
 @contextmanager
-def serving(answer: Callable[[Send], None]) -> Iterator[str]:
+def serving(answer: Callable[[Send], object]) -> Iterator[str]:
     """Serve every request by `answer`, which writes bytes to the connection; then that is closed."""
 
     class Handler(socketserver.StreamRequestHandler):
@@ -58,7 +58,7 @@ def serving(answer: Callable[[Send], None]) -> Iterator[str]:
 
 
 @contextmanager
-def hub_of(answer: Callable[[Send], None], patch: pytest.MonkeyPatch) -> Iterator[None]:
+def hub_of(answer: Callable[[Send], object], patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let such a server be the hub, and the package index."""
     with serving(answer) as url:
         patch.setattr(constants, "ENDPOINT", url)
@@ -141,7 +141,7 @@ def until(seconds: float) -> Iterator[int]:
 
 @pytest.mark.parametrize("answer", [interim, letters])
 def test_headers_that_never_end_are_not_awaited(
-    answer: Callable[[Send], None], monkeypatch: pytest.MonkeyPatch
+    answer: Callable[[Send], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "HEADERS_TIMEOUTS", 0.06, raising=False)
     with hub_of(answer, monkeypatch):
