@@ -226,7 +226,7 @@ class Client:
         for other in title:
             self._note("title, beside the first", talk, other)
         if beside is not None and not title:
-            raise RuntimeError("the request for a title failed")
+            raise RuntimeError("the request for a title failed: the thread's error stands above")
         return reply
 
     def _send(self, talk: Conversation, calls: bool) -> Reply:
@@ -403,10 +403,13 @@ def main() -> None:
     parser.add_argument("--llama-server", nargs=2, type=Path, metavar=("BINARY", "GGUF"))
     parser.add_argument("--llama-context", type=int, default=32768, help="tokens")
     asked = parser.parse_args()
+    names = asked.agents.split(",")
+    if unknown := [name for name in names if name not in AGENTS]:
+        parser.error(f"there is no shape {unknown[0]!r}; there are {', '.join(AGENTS)}")
     settings = Settings()
     artifact = resolve(asked.model, settings.models_dir, settings.runtime, settings.device)
     words = Words(artifact / "tokenizer.json")
-    agents = [Agent(name, words, asked.scale) for name in asked.agents.split(",")]
+    agents = [Agent(name, words, asked.scale) for name in names]
     form = "store: false" if asked.store_false else "store as each agent has it"
     print(f"# agents: {artifact.parent.name}, {artifact.name}, lengths × {asked.scale}, {form}; {conditions()}\n")
     show(measure(artifact, agents, False if asked.store_false else None, asked.pause))

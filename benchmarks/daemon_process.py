@@ -49,8 +49,13 @@ class Reply:
 
     @property
     def ttft_ms(self) -> float:
-        """The time to first token, ms, by the client's clock; by the daemon's if random weights gave no text."""
-        return self.delta_s[0] * 1e3 if self.delta_s else float(self.usage["ssmd"]["ttft_ms"])
+        """The time to first token, ms, by the client's clock; by the daemon's if random weights gave no text.
+
+        Without text from another server it is the time to the end.
+        """
+        if self.delta_s or "ssmd" not in self.usage:
+            return (self.delta_s[0] if self.delta_s else self.finish_s) * 1e3
+        return float(self.usage["ssmd"]["ttft_ms"])
 
     @property
     def gaps_ms(self) -> list[float]:

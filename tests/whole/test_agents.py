@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -92,8 +93,12 @@ def test_agents_trace(
     with DaemonProcess(artifacts["mamba-f32"], tmp_path / "data") as daemon:
         client = Client(daemon, daemon.get("/v1/models")[1]["data"][0]["id"], tmp_path / "data", None, pause_s=0.05)
         agents.trace(client, opencode)
-        told = list(client.rows)
+        told, sessions = list(client.rows), len(daemon.get("/ssmd/v1/sessions")[1]["data"])
         agents.in_turn(client, [opencode, pi])
+        with_pi = len(daemon.get("/ssmd/v1/sessions")[1]["data"])
+        agents.in_turn(replace(client, store=False, rows=[]), [opencode])
+        unlisted = len(daemon.get("/ssmd/v1/sessions")[1]["data"])
+    assert (with_pi, unlisted) == (sessions + 1, sessions + 1), "pi sends `store: false`, and so do all if told to"
     by_kind: dict[str, list[Row]] = {}
     for row in told:
         by_kind.setdefault(row.kind, []).append(row)
