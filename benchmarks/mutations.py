@@ -1,21 +1,49 @@
-"""Ten ways of breaking the code, and the test of the default set that sees each: python benchmarks/mutations.py
+"""Ways of breaking the code, and the test of the default set that sees each.
 
-Each is made in a copy of the checkout, and its test must fail there; all of these tests must pass in the copy before.
+python benchmarks/mutations.py                 ten that were written, each with the test that sees it; that must fail
+python benchmarks/mutations.py --drawn 30      as many drawn by --seed from engine, sessions, runtime and text
+    [--seed 39] [--files GLOB] [--tests FILE…] of other files; with these tests, not all that the file can break
+
+Each is made in a copy of the checkout, whose tests must pass before. The same seed draws the same mutations from the
+same code. So two sets of tests can be compared: run it in a checkout with each.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+AREAS = tuple(f"ssmd/{area}/**/*.py" for area in ("engine", "sessions", "runtime", "text"))
+# An operator and one that looks much like it: the faults that a reader overlooks.
+OTHER = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.In: "not in",
+    ast.NotIn: "in",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.And: "or",
+    ast.Or: "and",
+    ast.Add: "-",
+    ast.Sub: "+",
+}
 
 
 @dataclass(frozen=True)
@@ -90,13 +118,105 @@ MUTATIONS = (
 )
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class DrawnMutation:
+    """An operator of a file from `start` to `end`, offsets in its text, becomes `new`. line: the first is 1."""
+
+    file: str
+    line: int
+    start: int
+    end: int
+    new: str
+
+    def of(self, text: str) -> str:
+        return text[: self.start] + self.new + text[self.end :]
+
+
+def candidates(file: str, text: str) -> Iterator[DrawnMutation]:
+    """Yield each operator of a file's code that another one can stand in for."""
+    lines = [0]
+    for line in text.split("\n"):
+        lines.append(lines[-1] + len(line) + 1)
+
+    def place(line: int, column: int) -> int:
+        start = lines[line - 1]
+        return start + len(text[start : lines[line]].encode()[:column].decode())
+
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Compare):
+            sides: Sequence[ast.expr] = [node.left, *node.comparators]
+            operators: Sequence[ast.AST] = node.ops
+        elif isinstance(node, ast.BoolOp):
+            sides, operators = node.values, [node.op] * (len(node.values) - 1)
+        elif isinstance(node, ast.BinOp):
+            sides, operators = [node.left, node.right], [node.op]
+        else:
+            continue
+        for left, operator, right in zip(sides, operators, sides[1:], strict=False):
+            if type(operator) not in OTHER:
+                continue
+            start, end = place(left.end_lineno or 0, left.end_col_offset or 0), place(right.lineno, right.col_offset)
+            # Between the two sides stand the operator, brackets and breaks of lines.
+            if found := re.fullmatch(r"([\s)]*)(not\s+in|is\s+not|[a-z]+|[<>=!+-]+)([\s(]*)", text[start:end]):
+                at = start + len(found[1])
+                yield DrawnMutation(file, text.count("\n", 0, at) + 1, at, at + len(found[2]), OTHER[type(operator)])
+
+
+def drawn(count: int, seed: int, areas: Sequence[str] = AREAS) -> list[DrawnMutation]:
+    """Draw mutations, the same for the same seed and the same code."""
+    files = sorted({file for area in areas for file in ROOT.glob(area)})
+    every = [c for f in files for c in candidates(f.relative_to(ROOT).as_posix(), f.read_text("utf-8"))]
+    return random.Random(seed).sample(every, min(count, len(every)))
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """Yield a copy of the checkout's tracked files."""
     with tempfile.TemporaryDirectory(prefix="ssmd-mutations-") as folder:
         copy = Path(folder) / "ssmd"
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in filter(None, tracked.split("\0")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
+        yield copy
+
+
+def broken_by(file: str) -> list[str]:
+    """Return the test files that a change of a file can break, those of its own folder first."""
+    command = [sys.executable, "-c", f"import changed; print(*changed.broken_by([{file!r}]), sep='\\n')"]
+    found = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=True).stdout.split()
+    names = [Path(name).relative_to(ROOT / "tests").as_posix() for name in found]
+    return sorted(names, key=lambda name: not name.startswith(file.split("/")[1]))
+
+
+def draw(count: int, seed: int, areas: Sequence[str], tests: Sequence[str]) -> None:
+    """Print which test sees each of the mutations that `seed` draws. Exits with 1 if one is seen by none."""
+    with copied() as copy:
+        print("| file | becomes | test that fails | s |\n| --- | --- | --- | --- |")
+        survivors = 0
+        for one in drawn(count, seed, areas):
+            file, chosen = copy / one.file, tests or broken_by(one.file)
+            text, start = file.read_text("utf-8"), time.monotonic()
+            file.write_text(one.of(text), "utf-8")
+            failed = run(copy, *chosen)
+            file.write_text(text, "utf-8")
+            survivors += not failed
+            line = one.of(text).split("\n")[one.line - 1].strip()
+            place, seconds = f"{one.file}:{one.line}", time.monotonic() - start
+            print(f"| {place} | `{line}` | {failed or '**none**'} | {seconds:.0f} |", flush=True)
+    sys.exit(f"{survivors} were not seen" if survivors else 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drawn", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=39)
+    parser.add_argument("--files", nargs="*", default=AREAS)
+    parser.add_argument("--tests", nargs="*", default=())
+    asked = parser.parse_args()
+    if asked.drawn:
+        draw(asked.drawn, asked.seed, asked.files, asked.tests)
+    with copied() as copy:
         tests = dict.fromkeys(m.test for m in MUTATIONS)
         if failed := run(copy, *tests):
             sys.exit(f"before anything is broken:\n{failed}")

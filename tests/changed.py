@@ -87,7 +87,7 @@ def ran_by(test: Path) -> set[str]:
         place = f"{folder}." if folder else f"data.{data}."
         started = [m for m in ALL if m not in MODULES and (m == program or m.startswith(place))]
         ran |= reached_from(started, but=["conftest", "kept"])
-    text = "\n".join(ALL[m].read_text("utf-8") for m in ran if m not in MODULES)
+    text = "\n".join(_text(m) for m in ran if m not in MODULES)
     if PROCESS.search(text):
         ran |= reached_from(["ssmd.__main__"])
     if ARTIFACTS.search(text):
@@ -105,9 +105,18 @@ def _conftests(test: Path) -> Iterator[str]:
 
 def named(file: Path, test: Path) -> bool:
     """Report if a test file, or one that it runs, names a file or the folder that holds it."""
-    words = {file.name, *file.relative_to(ROOT).parts[2:-1]}
-    texts = (ALL[m].read_text("utf-8") for m in ran_by(test) if m not in MODULES)
-    return any(re.search(rf"[\"/]({'|'.join(map(re.escape, words))})[\"/]", text) for text in texts)
+    words = frozenset({file.name, *file.relative_to(ROOT).parts[2:-1]})
+    return any(_names(m, words) for m in ran_by(test) if m not in MODULES)
+
+
+@cache  # most test files run the same helpers
+def _names(module: str, words: frozenset[str]) -> bool:
+    return bool(re.search(rf"[\"/]({'|'.join(map(re.escape, sorted(words)))})[\"/]", _text(module)))
+
+
+@cache
+def _text(module: str) -> str:
+    return ALL[module].read_text("utf-8")
 
 
 if __name__ == "__main__":

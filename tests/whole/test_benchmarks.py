@@ -6,6 +6,7 @@ Those that need llama.cpp run where SSMD_LLAMA_LIBRARY names its libllama.so (be
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import decode
 import gpu
 import host
 import loops
+import mutations
 import numpy as np
 import operators
 import pytest
@@ -76,6 +78,20 @@ def test_the_list_has_75_questions() -> None:
 def test_loops_are_answers_that_go_in_circles() -> None:
     assert loops.loops("I like it. " * 100)
     assert not loops.loops(" ".join(f"word{i}" for i in range(200)))
+
+
+def test_a_seed_draws_the_same_mutations() -> None:
+    """Each changes one operator, and what is left is a program."""
+    areas = ("ssmd/text/*.py",)
+    found = mutations.drawn(80, 39, areas)
+    assert found == mutations.drawn(80, 39, areas)
+    assert found != mutations.drawn(80, 40, areas)
+    assert len({one.new for one in found}) > 8
+    for one in found:
+        text = (mutations.ROOT / one.file).read_text("utf-8")
+        assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(one.of(text)))
+        lines = zip(text.split("\n"), one.of(text).split("\n"), strict=True)
+        assert [n for n, (before, after) in enumerate(lines, 1) if before != after] == [one.line]
 
 
 def test_decode(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
