@@ -171,13 +171,16 @@ def drawn(count: int, seed: int, areas: Sequence[str] = AREAS) -> list[DrawnMuta
 
 @contextmanager
 def copied() -> Iterator[Path]:
-    """Yield a copy of the checkout's tracked files."""
+    """Yield a copy of the checkout's tracked files, and of the tiny artifacts that its tests made already."""
     with tempfile.TemporaryDirectory(prefix="ssmd-mutations-") as folder:
         copy = Path(folder) / "ssmd"
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in filter(None, tracked.split("\0")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
+        for made in ("sources", "artifacts"):
+            if (ROOT / ".cache" / made).is_dir():
+                shutil.copytree(ROOT / ".cache" / made, copy / ".cache" / made)
         yield copy
 
 

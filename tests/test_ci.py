@@ -1,4 +1,4 @@
-"""What CI runs, with stand-ins for what takes minutes: all of it, what failed once more, and the end names that."""
+"""CI runs all of it, and once more what failed; its end names that. Stand-ins take the place of what takes minutes."""
 
 from __future__ import annotations
 
