@@ -7,6 +7,8 @@ from collections.abc import Callable
 from starlette.types import ASGIApp
 
 from ssmd.api import openapi
+from ssmd.api.anthropic import messages
+from ssmd.api.anthropic.errors import error_form
 from ssmd.api.generate import in_flight
 from ssmd.api.generate.fair_reading import Gate
 from ssmd.api.generate.in_flight import InFlightAnswers
@@ -53,6 +55,15 @@ def create_app(
             truncate=settings.truncation == "auto",
             strict=settings.strict,
         ),
+        *messages.routes(
+            host,
+            gate,
+            under_way,
+            stall_s,
+            settings.stream_comment,
+            truncate=settings.truncation == "auto",
+            strict=settings.strict,
+        ),
         *completions.routes(host, gate, under_way, stall_s, settings.stream_comment, strict=settings.strict),
         *tokenize.routes(host, gate.texts, strict=settings.strict),
         *unserved.routes(),
@@ -67,5 +78,5 @@ def create_app(
         *status.stop_routes(end),
         *tickets.routes(keys, gate.looks),
     ]
-    rules = Rules.of(settings, keys, sessions.BODY_LIMITS, page.paths | openapi.PATHS)
+    rules = Rules.of(settings, keys, sessions.BODY_LIMITS, page.paths | openapi.PATHS, {messages.PATH: error_form})
     return guarded(routes, rules, access)

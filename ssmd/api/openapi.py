@@ -61,7 +61,6 @@ def described() -> dict[str, Any]:
     from pydantic.json_schema import models_json_schema
 
     from ssmd.api.operations import OPERATIONS
-    from ssmd.api.shapes import Error
 
     app = FastAPI(
         title="ssmd",
@@ -74,7 +73,7 @@ def described() -> dict[str, Any]:
     named, schemas = models_json_schema([(one, "validation") for one in by_name], ref_template=_COMPONENTS + "{model}")
     for (method, path), one in OPERATIONS.items():
         bad: dict[int | str, dict[str, Any]] = {
-            status: {"model": Error, "description": why} for status, why in one.bad.items() if status != one.good
+            status: {"model": one.error, "description": why} for status, why in one.bad.items() if status != one.good
         }
         good: dict[str, Any] = {"description": one.summary}
         if isinstance(one.answer, tuple):

@@ -9,6 +9,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from ssmd.api import shapes
+from ssmd.api.anthropic import body as messages_body
+from ssmd.api.anthropic import messages as anthropic_messages
+from ssmd.api.anthropic.errors import OVERLOADED
 from ssmd.api.http import keys
 from ssmd.api.openai import chat_body, completions, tokenize, unserved
 from ssmd.api.openai.fields import Neutral
@@ -37,6 +40,11 @@ _ANSWERS = {
     422: "The `Idempotency-Key` came before with another body.",
     500: "The model failed.",
 }
+# Anthropic has no 503; a request that can be repeated is told when.
+_MESSAGES = {
+    **{status: why for status, why in (_EVERYWHERE | _BODY | _ANSWERS).items() if status != 503},
+    OVERLOADED: _EVERYWHERE[503],
+}
 _SPACE = {507: "The disk has no room for it."}
 Schema = dict[str, Any]
 _TEXT_PARTS: Schema = {
@@ -47,6 +55,41 @@ _TEXT_PARTS: Schema = {
         "required": ["type", "text"],
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     },
+}
+_BLOCKS: Schema = {
+    "type": "array",
+    "items": {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},
+}
+_CONVERSATION: Schema = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": ["user", "assistant", "system"]},
+            "content": {"anyOf": [{"type": "string"}, _BLOCKS]},
+        },
+    },
+}
+_ANTHROPIC_TOOLS: Schema = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "required": ["name"],
+        "properties": {
+            "name": {"type": "string"},
+            "description": {"type": "string"},
+            "input_schema": {"type": "object"},
+            "strict": {"type": "boolean"},
+        },
+    },
+}
+_FORMAT: Schema = {
+    "type": "object",
+    "required": ["type", "schema"],
+    "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
 }
 _CALL: Schema = {
     "type": "object",
@@ -130,6 +173,7 @@ class Operation:
     body: RequestBody | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)
     open: bool = False  # it needs no key
+    error: type[BaseModel] = shapes.Error
 
 
 _STOP: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
@@ -157,6 +201,38 @@ _COMPLETION = RequestBody(
     {"prompt": _PROMPT, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
     lenient=True,
 )
+_SYSTEM: Schema = {"anyOf": [{"type": "string"}, _BLOCKS, {"type": "null"}]}
+_MESSAGE = RequestBody(
+    messages_body.MessagesBody,
+    messages_body.REFUSED,
+    {
+        "messages": _CONVERSATION,
+        "system": _SYSTEM,
+        "tools": _ANTHROPIC_TOOLS,
+        "tool_choice": {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {"enum": ["auto", "any", "tool", "none"]},
+                "name": {"type": "string"},
+                "disable_parallel_tool_use": {"type": "boolean"},
+            },
+        },
+        "thinking": {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {"enum": ["enabled", "disabled", "adaptive"]},
+                "budget_tokens": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+            },
+        },
+        "output_config": {"type": "object", "properties": {"format": _FORMAT}},
+        "output_format": _FORMAT,
+        "keep_alive": _KEEP,
+        "max_tokens": _LIMIT,
+    },
+    lenient=True,
+)
 _SESSION_ID = "/ssmd/v1/sessions/{session}"
 _NO_STORE = {**_EVERYWHERE, **_GONE}
 
@@ -182,6 +258,23 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         also=(EVENTS,),
         bad=_EVERYWHERE | _BODY | _ANSWERS,
         body=_COMPLETION,
+    ),
+    ("POST", anthropic_messages.PATH): Operation(
+        "An answer to a conversation, whole or as a stream of events",
+        "Anthropic",
+        answer=shapes.Message,
+        also=(EVENTS,),
+        bad=_MESSAGES,
+        body=_MESSAGE,
+        error=shapes.AnthropicError,
+    ),
+    ("POST", f"{anthropic_messages.PATH}/count_tokens"): Operation(
+        "The tokens of a conversation",
+        "Anthropic",
+        answer=shapes.TokenCount,
+        bad={status: why for status, why in _MESSAGES.items() if status not in (422, 500)},
+        body=_MESSAGE,
+        error=shapes.AnthropicError,
     ),
     ("GET", "/v1/models"): Operation("The models that this daemon serves", "OpenAI", answer=shapes.Models),
     ("GET", "/v1/models/{model}"): Operation("One of them", "OpenAI", answer=shapes.Model, bad=_EVERYWHERE | _GONE),

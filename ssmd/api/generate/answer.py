@@ -26,6 +26,7 @@ class ResponseInfo:
     replayed: bool = False
     ignored: tuple[str, ...] = ()  # ignored fields of the request, as Fields names them
     cancel: Callable[[], None] = lambda: None
+    usage: Callable[[], Usage | None] = lambda: None  # returns what is counted so far
 
     @property
     def label(self) -> str:

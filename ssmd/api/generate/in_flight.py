@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
@@ -25,7 +26,7 @@ from ssmd.engine.request import Delta, Event, Failure, Finish, FinishReason, Req
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
 
-_PREFIXES = ("chatcmpl-", "cmpl-")  # of an id as the answer has it
+_PREFIXES = ("chatcmpl-", "cmpl-", "msg_")  # of an id as the answer has it
 
 log = logging.getLogger(__name__)
 ROOT = "/ssmd/v1/requests"
@@ -49,7 +50,8 @@ class InFlightAnswer:
         if generation is None:
             return ResponseInfo(self.request.id, int(time.time()), self.request.session, owner)
         asked = generation.asked
-        return ResponseInfo(asked.id, asked.created, asked.session, owner, cancel=self.cancel)
+        head = ResponseInfo(asked.id, asked.created, asked.session, owner, cancel=self.cancel)
+        return replace(head, usage=partial(generation.usage, True)) if isinstance(generation, Generation) else head
 
     @property
     def deltas(self) -> Sequence[Sequence[Delta]]:

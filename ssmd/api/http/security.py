@@ -30,14 +30,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ssmd.api.http import access
 from ssmd.api.http.access import AccessLog
 from ssmd.api.http.body import brief
-from ssmd.api.http.errors import HANDLERS, error_response
+from ssmd.api.http.errors import HANDLERS, ErrorForm, error_response, set_form
 from ssmd.api.http.keys import REDEEM, TICKETS, Caller, Keys, set_caller
 from ssmd.config import Settings
 from ssmd.engine.request import label
 from ssmd.engine.terms import Rejection
 
 log = logging.getLogger(__name__)
-_CLIENT_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/models"))
+_CLIENT_PATHS = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages", "/v1/messages/count_tokens")
+)
 OPEN_PATHS = frozenset({"/health"})
 KEYLESS_PATHS = OPEN_PATHS | {REDEEM}  # paths that need no key
 PREFLIGHT_MAX_AGE_S = 600
@@ -46,7 +48,7 @@ FREE_BYTES = 64 << 10
 RETRY_AFTER_S = 5
 # On every answer: browsers keep to its content-type, and no other site's page may embed it.
 _ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
-_EXPOSED = b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after"
+_EXPOSED = b"x-request-id, request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after"
 _READING = ("GET", "HEAD")
 _ENDING = Rejection("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
@@ -64,6 +66,8 @@ class Rules:
     body_limits: Mapping[str, int] = field(default_factory=dict)
     bodies_bytes: int = 256 << 20  # limit of all bodies under way together that are longer than FREE_BYTES
     open_paths: frozenset[str] = OPEN_PATHS  # paths that need no key
+    # The form of errors, by path, in place of OpenAI's; for paths below it too.
+    error_forms: Mapping[str, ErrorForm] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -71,6 +75,7 @@ class Rules:
         keys: Keys,
         body_limits: Mapping[str, int] | None = None,
         open_paths: frozenset[str] = frozenset(),
+        error_forms: Mapping[str, ErrorForm] | None = None,
     ) -> Rules:
         return Rules(
             hosts=frozenset(settings.allowed_hosts),
@@ -80,11 +85,16 @@ class Rules:
             bodies_bytes=max(256 << 20, 2 * settings.max_body_bytes),
             body_limits=body_limits or {},
             open_paths=OPEN_PATHS | open_paths,
+            error_forms=error_forms or {},
         )
+
+    def form_of(self, path: str) -> ErrorForm | None:
+        """Return the form of errors at a path; None for OpenAI's."""
+        return next((form for at, form in self.error_forms.items() if path == at or path.startswith(f"{at}/")), None)
 
 
 def guarded(routes: Sequence[Route], rules: Rules, log: AccessLog | None = None) -> ASGIApp:
-    """Return the app of `routes`, with every error in OpenAI's shape, behind the guard. log: gets a line a request."""
+    """Return the app of `routes`, behind the guard, with errors in their protocols' forms. log: a line a request."""
     app = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
     app.router.redirect_slashes = False
     guard = Security(app, rules)
@@ -92,14 +102,14 @@ def guarded(routes: Sequence[Route], rules: Rules, log: AccessLog | None = None)
 
 
 def canonical(path: str) -> str:
-    """Return the path of OpenAI's that a client with a wrong base URL means; any other path as it is.
+    """Return the path of OpenAI's or Anthropic's that a client with a wrong base URL means; any other path as it is.
 
     Such are `//v1/models`, `/v1/v1/models`, `/v1/models/`, `/chat/completions`, `/api/v1/chat/completions`.
     """
     if path in _CLIENT_PATHS:
         return path
     means = re.sub("/{2,}", "/", path).rstrip("/")
-    means = re.sub("^(/api|/openai)?(/v1)*/", "/v1/", means)
+    means = re.sub("^(/api|/openai|/anthropic)?(/v1)*/", "/v1/", means)
     return means if means in _CLIENT_PATHS or means.startswith("/v1/models/") else path
 
 
@@ -133,14 +143,15 @@ class Security:
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
         readable = origin != "" and not self._rules.origins.isdisjoint({origin, "*"})  # by a script of that origin
-        identity: list[tuple[bytes, bytes]] = [(b"x-request-id", f"req_{secrets.token_hex(12)}".encode()), *_ALWAYS]
+        request_id = f"req_{secrets.token_hex(12)}"
+        identity: list[tuple[bytes, bytes]] = [(b"x-request-id", request_id.encode()), *_ALWAYS]
+        if (form := self._rules.form_of(scope["path"])) is not None:
+            set_form(scope, form, request_id)
+            identity.append((b"request-id", request_id.encode()))
         if readable:
             identity += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
-                (
-                    b"access-control-expose-headers",
-                    b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after",
-                ),
+                (b"access-control-expose-headers", _EXPOSED),
                 (b"vary", b"origin"),
             ]
 
@@ -170,7 +181,7 @@ class Security:
                 await _preflight(headers)(scope, receive, send_identified)
                 return
             keyless = where in KEYLESS_PATHS or where in self._rules.open_paths
-            look = Caller if keyless else partial(self._rules.keys.caller, headers.get("authorization", ""))
+            look = Caller if keyless else partial(self._rules.keys.caller, _authorization(headers))
             caller = look()
             where = label(where, caller.name)
             set_caller(scope, caller, look)
@@ -180,7 +191,7 @@ class Security:
             challenge = {"www-authenticate": "Bearer"} if err.status == 401 else {}
             access.note(scope, code=err.code)
             log.info("refused %s %s: %s", scope["method"], where, err.message)
-            await error_response(err, challenge)(scope, receive, send_identified)
+            await error_response(err, scope, challenge)(scope, receive, send_identified)
             return
         try:
             await self._app(scope, intake.receive, send_identified)
@@ -191,7 +202,7 @@ class Security:
             if not begun:
                 intake.whole = True  # nothing more is waited for
                 access.note(scope, code=_ENDING.code)
-                await error_response(_ENDING)(scope, receive, send_identified)
+                await error_response(_ENDING, scope)(scope, receive, send_identified)
         finally:
             intake.forget()
 
@@ -301,6 +312,14 @@ class _Intake:
                 while not self.whole:
                     message = await self._receive()
                     self.whole = message["type"] != "http.request" or not message.get("more_body", False)
+
+
+def _authorization(headers: Headers) -> str:
+    """Return the Authorization header; without a bearer's, the key that Anthropic's clients send in `x-api-key`."""
+    given = headers.get("authorization", "")
+    if "x-api-key" in headers and not given.lower().startswith("bearer "):
+        return f"Bearer {headers['x-api-key']}"
+    return given
 
 
 def _check_method(scope: Scope, caller: Caller) -> None:

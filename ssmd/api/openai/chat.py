@@ -48,7 +48,7 @@ def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -
     model = host.shelf.find(body.model)
     unread: set[str] = set()
     request = to_request(body, model.manifest.vocabulary, model.defaults, truncate=truncate, unread=unread)
-    ignored = (*ignored, *sorting.named(unread), *sorting.not_enforced(_not_enforced(request)))
+    ignored = (*ignored, *sorting.named(unread), *sorting.not_enforced(not_enforced(request)))
     name = model.id if "@" in body.model else model.name
     written = partial(ChatAnswer, name, model.manifest.build, request.n)
     return ParsedRequest(
@@ -65,7 +65,7 @@ def _read(host: Host, sorting: Fields, truncate: bool, fields: dict[str, Any]) -
     )
 
 
-def _not_enforced(request: Request) -> tuple[str, ...]:
+def not_enforced(request: Request) -> tuple[str, ...]:
     """Return the keywords of schemas that the answer need not keep. A required call replaces another schema."""
     choice = request.tool_choice
     own = request.grammar.ignored if request.grammar is not None and choice.mode != "required" else ()
