@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_its_helper_holds_a_conversation_with_calls(tiny: Daemon) -> None:
     usages = [one["usage"] for one in (first, second, third)]
     assert [total(one["message"]["usage"]) for one in (first, second, third)] == [total(usage) for usage in usages]
     assert len({usage["ssmd"]["session"] for usage in usages}) == 1
-    for before, usage in zip(usages, usages[1:], strict=False):
+    for before, usage in pairwise(usages):
         assert usage["ssmd"]["resume"] == "exact"
         assert usage["cache_read_input_tokens"] >= total(before) - 1
 

@@ -1,4 +1,4 @@
-"""The real anthropic client against the daemon. Run by tests as `anthropic_messages.py SCENARIO URL JSON`; prints JSON."""
+"""The real anthropic client against the daemon. Tests run it as `anthropic_messages.py SCENARIO URL JSON`."""
 
 from __future__ import annotations
 
