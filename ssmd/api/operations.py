@@ -222,7 +222,7 @@ _MESSAGE = RequestBody(
             "type": "object",
             "required": ["type"],
             "properties": {
-                "type": {"enum": ["enabled", "disabled", "adaptive"]},
+                "type": {"enum": list(messages_body.THINKING)},
                 "budget_tokens": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
             },
         },

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from api.test_calls import CALL, PARIS, SECOND, scripted
 from api.test_calls import TOOLS as CHAT_TOOLS
-from conftest import TinyArtifacts
+from conftest import ROOT, TinyArtifacts
 from daemon import NO_END, Daemon, daemon, quiet, request
 from saying import Saying
 from serving import Answer
 
+from ssmd.api.anthropic.body import MessagesBody
 from ssmd.api.http.errors import IGNORED
+from ssmd.api.openai.chat_body import AnswerBody
 
 Fields = dict[str, Any]
 MESSAGES = "/v1/messages"
@@ -431,3 +434,27 @@ def test_any_protocol_may_be_asked_at_a_wrong_base(tiny: Daemon) -> None:
         assert tiny.served.ask("POST", path, body).status == 200, path
     assert tiny.served.ask("HEAD", "/").status == tiny.served.ask("GET", "/").status == 200
     assert f"POST {MESSAGES}" in tiny.served.ask("GET", "/v1").json["endpoints"]
+
+
+# docs/anthropic.md
+
+_ROW = re.compile(r"^\| `(\w+)` \| `(.+?)` \| (honoured|ignored|refused) \|", re.MULTILINE)
+ROWS = _ROW.findall((ROOT / "docs" / "anthropic.md").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(("name", "example", "what"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_row_of_the_fields_holds(tiny: Daemon, name: str, example: str, what: str) -> None:
+    fields = {name: tiny.model if name == "model" else json.loads(example)}
+    body = {"model": tiny.model, "max_tokens": 2, "messages": [user("a")], "store": False, "tools": TOOLS, **fields}
+    answer = tiny.served.ask("POST", MESSAGES, {**body, "max_tokens": 2})
+    if what == "refused":
+        assert (answer.status, f"'{name}' is not supported" in answer.json["error"]["message"]) == (400, True)
+        return
+    assert answer.status == 200, answer.body
+    assert answer.headers.get(IGNORED) == (name if what == "ignored" else None)
+
+
+def test_the_fields_are_all_in_the_table() -> None:
+    assert len(ROWS) > 15
+    asked = set(MessagesBody.model_fields) - set(AnswerBody.model_fields) | {"model", "max_tokens", "stream"}
+    assert asked - {name for name, *_ in ROWS} == {"output_format", "session", "truncation"}

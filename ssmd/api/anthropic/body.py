@@ -19,6 +19,7 @@ from ssmd.text.calls.tool_choice import AUTO, ToolChoice
 from ssmd.text.template import NOTHING_MORE, TemplateInput
 
 LONGEST_NAME = 128  # characters of a tool's name
+THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 _THINKS = "enable_thinking"  # the variable of chat templates
 _TOOL = ("name", "description", "input_schema", "strict")  # fields of a tool that are read
 _HINTS = ("type", "cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "input_examples")
@@ -133,13 +134,13 @@ def _read_choice(value: Any, tools: tuple[Mapping[str, Any], ...], unread: set[s
 
 
 def _read_thinking(value: Any, unread: set[str]) -> tuple[dict[str, Any], int | None]:
-    """Return (variables of the template, tokens of reasoning at most). `adaptive` leaves both to the model."""
+    """Return (variables of the template, tokens of reasoning at most). Other types leave both to the model."""
     if value is None:
         return {}, None
     fields = _object(value, "thinking", ("type", "budget_tokens"), unread)
     kind, budget = fields.get("type"), fields.get("budget_tokens")
-    if kind not in ("enabled", "disabled", "adaptive"):
-        _wrong("thinking.type", "must be enabled, disabled or adaptive", kind)
+    if kind not in THINKING:
+        _wrong("thinking.type", f"must be one of {', '.join(THINKING)}", kind)
     if budget is not None and not (type(budget) is int and 0 <= budget <= MAX_INT):
         _wrong("thinking.budget_tokens", f"must be a whole number from 0 to {MAX_INT}", budget)
     if kind == "disabled":
