@@ -51,6 +51,8 @@ Body = Callable[[Target], Any]  # returns bytes, or what becomes JSON
 BODIES: Mapping[str, Body] = {
     "/v1/chat/completions": lambda on: on.chat("word " * on.sizes.words),
     "/v1/completions": lambda on: {"model": on.model, "prompt": on.text, "max_tokens": 1},
+    "/v1/messages": lambda on: on.chat("word " * on.sizes.words),
+    "/v1/messages/count_tokens": lambda on: on.chat(on.text),
     "/tokenize": lambda on: {"model": on.model, "content": on.text},
     "/detokenize": lambda on: {"model": on.model, "tokens": [i % 100 + 20 for i in range(on.sizes.ids)]},
     "/apply-template": lambda on: on.chat(on.text),

@@ -71,7 +71,7 @@ def described(operations: tuple[Operation, ...]) -> dict[str, Any]:
     named, schemas = models_json_schema([(one, "validation") for one in by_name], ref_template=_COMPONENTS + "{model}")
     for one in operations:
         bad: dict[int | str, dict[str, Any]] = {
-            status: {"model": shapes.Error, "description": why}
+            status: {"model": getattr(shapes, one.error), "description": why}
             for status, why in one.bad.items()
             if status != one.status
         }

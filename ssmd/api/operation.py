@@ -21,6 +21,7 @@ from ssmd.api.generate.answer import Read
 from ssmd.api.generate.fair_reading import FairPool, Gate
 from ssmd.api.generate.front import Front
 from ssmd.api.generate.in_flight import InFlightAnswers
+from ssmd.api.http.errors import ErrorForm
 from ssmd.api.http.keys import Keys
 from ssmd.api.http.security import READING, PathRules
 from ssmd.config import Settings
@@ -95,6 +96,9 @@ class Operation:
     answer: str | tuple[str, ...] = "Rows"  # the name of a success's shape in ssmd/api/shapes.py, or its media types
     also: tuple[str, ...] = ()  # media types of a success beside JSON
     errors: Mapping[int, str] = field(default_factory=dict)  # statuses beside those of every operation
+    error: str = "Error"  # the name of an error's shape in ssmd/api/shapes.py
+    error_form: ErrorForm | None = None  # of errors at its path and below, in place of OpenAI's
+    instead: Mapping[int, int] = field(default_factory=dict)  # statuses in place of others, as its form has them
     body: RequestBody | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)  # schemas of parameters, by name
     max_body_bytes: int | None = None  # in place of the setting; such a body is not held in memory
@@ -123,7 +127,7 @@ class Operation:
     def bad(self) -> dict[int, str]:
         """Return every status that is not a success, and the reason for it."""
         always = {status: why for status, why in ALWAYS.items() if status != 401 or self.right is not Right.NONE}
-        return always | dict(self.errors)
+        return {self.instead.get(status, status): why for status, why in (always | dict(self.errors)).items()}
 
 
 def _usual(method: str) -> Right:
@@ -208,4 +212,5 @@ def path_rules(service: Service) -> PathRules:
         body_limits={one.path: one.max_body_bytes for one in service.operations if one.max_body_bytes is not None},
         any_base=where(lambda one: one.any_base and "{" not in one.path),
         any_base_below=tuple(path.partition("{")[0] for path in where(lambda one: one.any_base and "{" in one.path)),
+        error_forms={one.path: one.error_form for one in service.operations if one.error_form is not None},
     )

@@ -24,6 +24,17 @@ class Error(Shape):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(Shape):
+    type: str
+    message: str
+
+
+class AnthropicError(Shape):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
 class Root(Shape):
     object: Literal["ssmd"]
     name: Literal["ssmd"]
@@ -59,6 +70,29 @@ class Usage(Shape):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     ssmd: OwnUsage
+
+
+class MessageUsage(Shape):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    ssmd: OwnUsage
+
+
+class Message(Shape):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Shape):
+    input_tokens: int
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -189,6 +189,10 @@ class Engine:
         """Render a request's messages with the chat template. Raises Rejection."""
         return self._planner.text(request)
 
+    def count(self, request: Request, at_most: int, go_on: Callable[[], None]) -> int:
+        """Count the tokens of a request's prompt, as Planner.count. Raises Rejection."""
+        return self._planner.count(request, at_most, go_on)
+
     def recall(self) -> None:
         """Return waiting requests to the callers that take them back: other models' requests come first."""
         for generation in self._queue.recall():

@@ -121,6 +121,8 @@ class Usage:
     stopped: bool = False  # it was stopped before its end
     state_stored: bool = False  # the state at the end of each choice is stored too
     parted_at: int | None = None  # as in GenerationStore
+    saved_tokens: int = 0  # prompt tokens that were fed and whose state is kept for later requests
+    stop_strings: Sequence[str | None] = ()  # the one that ended each choice; empty if the request has none
 
     @staticmethod
     def of_nothing(session: str | None, load_ms: float) -> Usage:

@@ -28,17 +28,27 @@ class Rejection(Exception):
         self.retry_after_s = retry_after_s
 
 
-def too_long(context: int, tokens: int, *, param: str, advice: str) -> Rejection:
+class PromptTooLong(Rejection):
+    """A prompt that does not fit the context. context: most tokens. tokens: as many as it has, or more."""
+
+    def __init__(self, message: str, context: int, tokens: int, *, param: str, advice: str) -> None:
+        super().__init__(message, code="context_length_exceeded", param=param)
+        self.context, self.tokens, self.advice = context, tokens, advice
+
+
+def too_long(context: int, tokens: int, *, param: str, advice: str) -> PromptTooLong:
     """Build the error for a prompt that does not fit the context.
 
     Agents shorten their history if they find words of OpenAI's in the text, as SDKs hand on nothing else. A test holds
     them against the patterns of fourteen agents. No double quotes: Python's repr would escape its apostrophe then.
     """
-    return Rejection(
+    return PromptTooLong(
         f"This model's maximum context length is {context} tokens. However, your {param} resulted in {tokens} tokens "
         f"or more: the prompt is too long and exceeds the context window. {advice}",
-        code="context_length_exceeded",
+        context,
+        tokens,
         param=param,
+        advice=advice,
     )
 
 

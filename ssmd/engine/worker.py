@@ -230,6 +230,7 @@ class Worker:
         """
         p = g.progress
         g.kept.keep(saved)  # only now: encoding takes a core from the first token
+        p.saved = g.kept.position
         p.logits = logits
         p.position += 1
         p.fed += 1

@@ -19,20 +19,20 @@ class StopStrings:
         self._borders = [_borders(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
         self._held = ""
-        self._hit = False
+        self.found: str | None = None  # the stop string that was hit
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take in text. Returns (the text to send now, True if a stop string was hit).
 
         The stop string and the text after it are dropped.
         """
-        if self._hit:
+        if self.found is not None:
             return "", True
         if not self._stops:
             return text, False
         whole = self._held + text
         for at, char in enumerate(text, start=len(self._held) + 1):
-            longest = 0
+            longest = ""
             for i, stop in enumerate(self._stops):
                 n = self._matched[i]
                 while n and stop[n] != char:
@@ -40,10 +40,10 @@ class StopStrings:
                 n += stop[n] == char
                 self._matched[i] = n
                 if n == len(stop):
-                    longest = max(longest, n)
+                    longest = max(longest, stop, key=len)
             if longest:
-                self._hit, self._held = True, ""
-                return whole[: at - longest], True
+                self.found, self._held = longest, ""
+                return whole[: at - len(longest)], True
         sent = len(whole) - max(self._matched)
         self._held = whole[sent:]
         return whole[:sent], False

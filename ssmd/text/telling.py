@@ -107,19 +107,22 @@ class MessageAdapter:
     ) -> list[Message]:
         """Return a conversation for a template whose roles must alternate.
 
-        Results of tools that became user's messages are joined with adjacent ones, and with the user's next message.
+        Results of tools that became user's messages are joined with adjacent ones, and with the user's next message. So
+        are system messages within the conversation, as user's messages.
         tools_last: as of `first`.
         """
         shown, added = self.conversation(messages, told, tools_last=tools_last)
         found = shown[:added]
-        after_result = False
+        after_joined = False
         for message, one in zip(messages, shown[added:], strict=True):
-            is_result = message.role == "tool"
-            if found and found[-1].role == one.role == "user" and (is_result or after_result):
+            within = one.role == "system" and bool(found)
+            one = replace(one, role="user") if within else one
+            joins = within or message.role == "tool"
+            if found and found[-1].role == one.role == "user" and (joins or after_joined):
                 found[-1] = replace(one, content=f"{found[-1].content}\n{one.content}")
             else:
                 found.append(one)
-            after_result = is_result
+            after_joined = joins
         return found
 
     def message(self, message: Message) -> Message:

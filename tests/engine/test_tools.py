@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -228,6 +229,22 @@ def test_tools_fit_an_alternating_template_without_system_prompt(
         assert again.usage.cached_tokens >= answer.usage.prompt_tokens
         with pytest.raises(Rejection, match="must alternate"):
             plan(engine, user("a"), user("b"))
+
+
+@pytest.mark.parametrize("name", ["mistral", "mistral-tools"])
+def test_system_messages_fit_an_alternating_template(
+    name: str, loaded: tuple[Artifact, Program], tmp_path: Path
+) -> None:
+    """Claude Code sends some within a conversation."""
+    within = Message("system", "Skills: none.")
+    first = (user("Hi."), within)
+    last = (user("Hi."), Message("assistant", "Ho."), within)
+    with engine_with((TEMPLATES / f"{name}.jinja").read_text(), loaded, tmp_path) as (engine, _):
+        render = engine._planner._renderer.render
+        assert re.search(r"\[INST\] ?Hi\.\nSkills: none\. ?\[/INST\]", render(first, NOW).text)
+        for talk in (last, (*last, user("So?"))):
+            text = render(talk, NOW).text
+            assert text.index("Hi.") < text.index("Ho.") < text.rindex("[INST]") < text.index("Skills: none.")
 
 
 # The text that only grows

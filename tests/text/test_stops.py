@@ -77,6 +77,17 @@ def test_after_a_hit_nothing_more_comes() -> None:
     assert stream.flush() == ""
 
 
+@given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
+def test_the_stop_string_that_was_hit_is_named(text: str, stops: list[str]) -> None:
+    stream = StopStrings(stops)
+    sent, hit = stream.push(text)
+    assert (stream.found is not None) is hit
+    if stream.found is not None:
+        assert stream.found in stops
+        assert text.startswith(sent + stream.found)
+        assert sent == cut_ref(text, stops)[0]
+
+
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopStrings(["a", ""])

@@ -27,6 +27,7 @@ class ResponseInfo:
     ignored: tuple[str, ...] = ()  # ignored fields of the request, as Fields names them
     dropped: tuple[str, ...] = ()  # known volatile text that was left out of its system prompt, by name
     cancel: Callable[[], None] = lambda: None
+    usage: Callable[[], Usage | None] = lambda: None  # returns what is counted so far
 
     @property
     def label(self) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from ssmd.api.generate.answer import Answer, ResponseInfo
 from ssmd.api.generate.delivery import Delivery
@@ -16,7 +17,7 @@ from ssmd.engine.request import Delta, Event, Failure, Finish, FinishReason, Req
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
 
-_PREFIXES = ("chatcmpl-", "cmpl-")  # of an id as the answer has it
+_PREFIXES = ("chatcmpl-", "cmpl-", "msg_")  # of an id as the answer has it
 
 
 @dataclass(eq=False)
@@ -37,7 +38,8 @@ class InFlightAnswer:
         if generation is None:
             return ResponseInfo(self.request.id, int(time.time()), self.request.session, owner)
         asked = generation.asked
-        return ResponseInfo(asked.id, asked.created, asked.session, owner, cancel=self.cancel)
+        head = ResponseInfo(asked.id, asked.created, asked.session, owner, cancel=self.cancel)
+        return replace(head, usage=partial(generation.usage, True)) if isinstance(generation, Generation) else head
 
     @property
     def deltas(self) -> Sequence[Sequence[Delta]]:

@@ -1,9 +1,12 @@
-"""Error responses in OpenAI's shape: {"error": {message, type, param, code}}, so that SDKs raise what they should."""
+"""Error responses in their protocol's form, so that SDKs raise what they should.
+
+OpenAI's form, {"error": {message, type, param, code}}, is that of all paths but those with another ErrorForm.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -16,34 +19,52 @@ from ssmd.engine.terms import Rejection
 from ssmd.machine.spelling import did_you_mean
 
 ExceptionHandler = Callable[[Request, Exception], Awaitable[Response]]
+ErrorForm = Callable[[Rejection, str], tuple[int, Mapping[str, Any]]]  # (status, body) of an error and a request's id
 MAX_MESSAGE_CHARS = 2000
 IGNORED = "x-ssmd-ignored"  # the header that names the fields of a request that were ignored
+_FORM = "ssmd.error_form"  # in a scope: (ErrorForm, id of the request)
 INTERNAL = Rejection("the daemon failed on this request; its log says why", status=500, code="internal_error")
 
 
 def error_body(error: Rejection) -> dict[str, Any]:
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    message = error.message
-    if len(message) > MAX_MESSAGE_CHARS:
-        message = message[:MAX_MESSAGE_CHARS] + "…"
-    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": cut(error.message), "type": kind, "param": error.param, "code": error.code}}
 
 
-def error_response(error: Rejection, headers: Mapping[str, str] | None = None) -> Response:
-    """Build an error response. SDKs retry every 5xx by themselves, so one without a retry time is marked permanent."""
+def cut(message: str) -> str:
+    """Return an error's message, cut to a sensible length."""
+    return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "…"
+
+
+def set_form(scope: MutableMapping[str, Any], form: ErrorForm, request_id: str) -> None:
+    """Note in a request's scope that its errors have this form."""
+    scope[_FORM] = form, request_id
+
+
+def error_response(error: Rejection, scope: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    """Build an error response in the form of the request's path.
+
+    SDKs retry every 5xx by themselves, so one without a retry time is marked permanent.
+    """
     extra = dict(headers or {})
     if error.retry_after_s is not None:
         extra["retry-after"] = str(error.retry_after_s)
     elif error.status >= 500:
         extra["x-should-retry"] = "false"
-    body = json.dumps(error_body(error), ensure_ascii=False).encode("utf-8", "replace")
-    return Response(body, error.status, extra, "application/json")
+    form, request_id = scope.get(_FORM, (_openai, ""))
+    status, fields = form(error, request_id)
+    body = json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")
+    return Response(body, status, extra, "application/json")
+
+
+def _openai(error: Rejection, request_id: str) -> tuple[int, Mapping[str, Any]]:
+    return error.status, error_body(error)
 
 
 async def _rejected(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, Rejection)
     access.note(request.scope, code=exc.code)
-    return error_response(exc)
+    return error_response(exc, request.scope)
 
 
 async def _http_exception(request: Request, exc: Exception) -> Response:
@@ -60,11 +81,11 @@ async def _http_exception(request: Request, exc: Exception) -> Response:
             return Response(status_code=204, headers={"allow": allowed})
         error = Rejection(f"{what} is not possible; allowed: {allowed}", status=405, code="method_not_allowed")
         access.note(request.scope, code=error.code)
-        return error_response(error, {"allow": allowed})
+        return error_response(error, request.scope, {"allow": allowed})
     else:
         error = Rejection(f"{what}: {exc.detail}", status=exc.status_code, code="http_error")
     access.note(request.scope, code=error.code)
-    return error_response(error, exc.headers)
+    return error_response(error, request.scope, exc.headers)
 
 
 def _methods(request: Request) -> list[str]:
@@ -76,7 +97,7 @@ def _methods(request: Request) -> list[str]:
 async def _crash(request: Request, exc: Exception) -> Response:
     """Answer a request that hit a bug: the server logs the traceback, the client gets INTERNAL."""
     access.note(request.scope, code=INTERNAL.code)
-    return error_response(INTERNAL)
+    return error_response(INTERNAL, request.scope)
 
 
 HANDLERS: Mapping[Any, ExceptionHandler] = {Rejection: _rejected, HTTPException: _http_exception, Exception: _crash}

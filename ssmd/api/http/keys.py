@@ -129,7 +129,11 @@ class Keys:
             found = key if hmac.compare_digest(digest, key.digest) else found
         if found is None or not bearer:
             what = "the API key is wrong" if given else "an API key is needed"
-            raise Rejection(f"{what}; send it as: Authorization: Bearer <key>", status=401, code="invalid_api_key")
+            raise Rejection(
+                f"{what}; send it as Authorization: Bearer <key>, or as x-api-key: <key>",
+                status=401,
+                code="invalid_api_key",
+            )
         return self._of(found, keys)
 
     def ticket(self, caller: Caller) -> str:

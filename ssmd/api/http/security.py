@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ssmd.api.http import access
 from ssmd.api.http.access import AccessLog
 from ssmd.api.http.body import brief
-from ssmd.api.http.errors import HANDLERS, error_response
+from ssmd.api.http.errors import HANDLERS, ErrorForm, error_response, set_form
 from ssmd.api.http.keys import Caller, Keys, set_caller
 from ssmd.config import Settings
 from ssmd.engine.request import label
@@ -43,7 +43,7 @@ FREE_BYTES = 64 << 10
 RETRY_AFTER_S = 5
 # On every answer: browsers keep to its content-type, and no other site's page may embed it.
 _ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
-_EXPOSED = b"x-request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after"
+_EXPOSED = b"x-request-id, request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after"
 READING = ("GET", "HEAD")
 _ENDING = Rejection("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
@@ -62,6 +62,12 @@ class PathRules:
     body_limits: Mapping[str, int] = field(default_factory=dict)
     any_base: frozenset[str] = frozenset()  # also found below a wrong base URL
     any_base_below: tuple[str, ...] = ()  # the same for all paths that begin with one of these
+    # The form of errors, by path, in place of OpenAI's; for paths below it too.
+    error_forms: Mapping[str, ErrorForm] = field(default_factory=dict)
+
+    def form_of(self, path: str) -> ErrorForm | None:
+        """Return the form of errors at a path; None for OpenAI's."""
+        return next((form for at, form in self.error_forms.items() if path == at or path.startswith(f"{at}/")), None)
 
     def canonical(self, path: str) -> str:
         """Return the path that a client with a wrong base URL means; any other path as it is.
@@ -71,7 +77,7 @@ class PathRules:
         if path in self.any_base:
             return path
         means = re.sub("/{2,}", "/", path).rstrip("/")
-        means = re.sub("^(/api|/openai)?(/v1)*/", "/v1/", means)
+        means = re.sub("^(/api|/openai|/anthropic)?(/v1)*/", "/v1/", means)
         return means if means in self.any_base or means.startswith(self.any_base_below) else path
 
 
@@ -99,7 +105,7 @@ class Rules:
 
 
 def guarded(routes: Sequence[Route], rules: Rules, log: AccessLog | None = None) -> ASGIApp:
-    """Return the app of `routes`, with every error in OpenAI's shape, behind the guard. log: gets a line a request."""
+    """Return the app of `routes`, behind the guard, with errors in their protocols' forms. log: a line a request."""
     app = Starlette(routes=routes, exception_handlers=dict(HANDLERS))
     app.router.redirect_slashes = False
     guard = Security(app, rules)
@@ -136,7 +142,11 @@ class Security:
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
         readable = origin != "" and not self._rules.origins.isdisjoint({origin, "*"})  # by a script of that origin
-        identity: list[tuple[bytes, bytes]] = [(b"x-request-id", f"req_{secrets.token_hex(12)}".encode()), *_ALWAYS]
+        request_id = f"req_{secrets.token_hex(12)}"
+        identity: list[tuple[bytes, bytes]] = [(b"x-request-id", request_id.encode()), *_ALWAYS]
+        if (form := self._paths.form_of(scope["path"])) is not None:
+            set_form(scope, form, request_id)
+            identity.append((b"request-id", request_id.encode()))
         if readable:
             identity += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
@@ -170,7 +180,7 @@ class Security:
                 await _preflight(headers)(scope, receive, send_identified)
                 return
             keyless = where in self._paths.keyless
-            look = Caller if keyless else partial(self._rules.keys.caller, headers.get("authorization", ""))
+            look = Caller if keyless else partial(self._rules.keys.caller, _authorization(headers))
             caller = look()
             where = label(where, caller.name)
             set_caller(scope, caller, look)
@@ -181,7 +191,7 @@ class Security:
             challenge = {"www-authenticate": "Bearer"} if err.status == 401 else {}
             access.note(scope, code=err.code)
             log.info("refused %s %s: %s", scope["method"], where, err.message)
-            await error_response(err, challenge)(scope, receive, send_identified)
+            await error_response(err, scope, challenge)(scope, receive, send_identified)
             return
         try:
             await self._app(scope, intake.receive, send_identified)
@@ -192,7 +202,7 @@ class Security:
             if not begun:
                 intake.whole = True  # nothing more is waited for
                 access.note(scope, code=_ENDING.code)
-                await error_response(_ENDING)(scope, receive, send_identified)
+                await error_response(_ENDING, scope)(scope, receive, send_identified)
         finally:
             intake.forget()
 
@@ -319,6 +329,14 @@ class _Intake:
                 while not self.whole:
                     message = await self._receive()
                     self.whole = message["type"] != "http.request" or not message.get("more_body", False)
+
+
+def _authorization(headers: Headers) -> str:
+    """Return the Authorization header; without a bearer's, the key that Anthropic's clients send in `x-api-key`."""
+    given = headers.get("authorization", "")
+    if "x-api-key" in headers and not given.lower().startswith("bearer "):
+        return f"Bearer {headers['x-api-key']}"
+    return given
 
 
 def _too_large(limit: int) -> Rejection:

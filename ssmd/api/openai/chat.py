@@ -40,7 +40,7 @@ def _read(host: Host, sorting: Fields, truncate: bool, keep_volatile: bool, fiel
         unread=unread,
         dropped=None if keep_volatile else dropped,
     )
-    ignored = (*ignored, *sorting.named(unread), *sorting.not_enforced(_not_enforced(request)))
+    ignored = (*ignored, *sorting.named(unread), *sorting.not_enforced(not_enforced(request)))
     name = model.id if "@" in body.model else model.name
     written = partial(ChatAnswer, name, model.manifest.build, request.n)
     return ParsedRequest(
@@ -58,7 +58,7 @@ def _read(host: Host, sorting: Fields, truncate: bool, keep_volatile: bool, fiel
     )
 
 
-def _not_enforced(request: Request) -> tuple[str, ...]:
+def not_enforced(request: Request) -> tuple[str, ...]:
     """Return the keywords of schemas that the answer need not keep. A required call replaces another schema."""
     choice = request.tool_choice
     own = request.grammar.ignored if request.grammar is not None and choice.mode != "required" else ()

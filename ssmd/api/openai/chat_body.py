@@ -52,6 +52,9 @@ Budget = Annotated[int, Field(ge=0, le=MAX_INT), WHOLE]
 Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]
 Count = Annotated[int, Field(ge=OPTIONS["max_tokens"].low, le=OPTIONS["max_tokens"].high)]
 Limit = Annotated[Count, BeforeValidator(lambda value: MAX_INT if value == -1 and type(value) is int else value), WHOLE]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(fail_fast=True, max_length=MAX_STOPS)
+]
 ShortText = Annotated[str, Field(max_length=1000)]
 Seconds = Annotated[float, Field(allow_inf_nan=True)]  # infinite: for ever
 
@@ -83,30 +86,38 @@ _SAMPLING: dict[str, Any] = {
 }
 
 
-class GenerationBody(create_model("SamplingBody", __base__=StructuredFields, **_SAMPLING)):  # type: ignore[misc]  # made at run time
-    """The fields that chat and text completions share. Those of sampling are made of the table OPTIONS."""
+class AnswerBody(create_model("SamplingBody", __base__=StructuredFields, **_SAMPLING)):  # type: ignore[misc]  # made at run time
+    """The fields that all protocols share. Those of sampling are made of the table OPTIONS."""
 
     model: Annotated[str, Field(min_length=1, max_length=4096)]
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
-    max_completion_tokens: Limit | None = None
-    n_predict: Limit | None = None  # llama.cpp's name of it
     dry_sequence_breakers: Annotated[list[Breaker], Field(fail_fast=True, max_length=MAX_BREAKERS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
-    stop: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-            Field(fail_fast=True, max_length=MAX_STOPS),
-        ]
-        | None
-    ) = None
     logit_bias: Annotated[dict[str, Bias], _FIRST_BIAS] | None = None
     store: bool | None = None
     prompt_cache_retention: Literal["24h", "in_memory", "in-memory", "none"] | None = None  # with store: false
     keep_alive: Seconds | None = None  # of the model, from the end of this request
     background: bool | None = None
+
+    @field_validator("keep_alive", mode="before")
+    @classmethod
+    def _keep_alive_is_a_time(cls, value: Any) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int | float):
+            return value if 0 <= value <= MAX_S else math.inf
+        return parse_duration(value) if isinstance(value, str) else value
+
+
+class GenerationBody(AnswerBody):
+    """The fields that chat and text completions share."""
+
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: Limit | None = None
+    n_predict: Limit | None = None  # llama.cpp's name of it
+    n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
+    stop: Stops | None = None
     # Accepted and without effect: they are for the records of a hosted service.
     metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
     prompt_cache_key: ShortText | None = None
@@ -118,15 +129,6 @@ class GenerationBody(create_model("SamplingBody", __base__=StructuredFields, **_
     @classmethod
     def _one_stop_is_a_list_of_one(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
-
-    @field_validator("keep_alive", mode="before")
-    @classmethod
-    def _keep_alive_is_a_time(cls, value: Any) -> Any:
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, int | float):
-            return value if 0 <= value <= MAX_S else math.inf
-        return parse_duration(value) if isinstance(value, str) else value
 
     @property
     def include_usage(self) -> bool:

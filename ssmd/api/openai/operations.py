@@ -70,9 +70,9 @@ MESSAGES: Schema = {
     },
 }
 _STOP: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
-_LIMIT: Schema = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, {"type": "null"}]}
-_LIMITS = dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), _LIMIT)
-_KEEP: Schema = {"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}]}
+LIMIT: Schema = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, {"type": "null"}]}
+_LIMITS = dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), LIMIT)
+KEEP: Schema = {"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}]}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT: Schema = {
     "anyOf": [
@@ -85,13 +85,13 @@ _PROMPT: Schema = {
 _CHAT = RequestBody(
     chat_body.ChatBody,
     chat_body.NOT_BUILT,
-    {"messages": MESSAGES, "tools": TOOLS, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
+    {"messages": MESSAGES, "tools": TOOLS, "stop": _STOP, "keep_alive": KEEP, **_LIMITS},
     lenient=True,
 )
 _COMPLETION = RequestBody(
     completions.CompletionBody,
     completions.REFUSED,
-    {"prompt": _PROMPT, "stop": _STOP, "keep_alive": _KEEP, **_LIMITS},
+    {"prompt": _PROMPT, "stop": _STOP, "keep_alive": KEEP, **_LIMITS},
     lenient=True,
 )
 _GENERATES = BODY | GENERATION

@@ -14,7 +14,8 @@ from ssmd.text.template import NOTHING_MORE, OWN, TemplateInput
 
 MAX_TOOLS = 128  # as in OpenAI's API: no model can tell more apart
 MAX_VARIABLES = 64
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+MAX_NAME = 64
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}}  # the meaning of missing parameters
 # Variables of the template that other servers accept as fields of the request.
@@ -44,16 +45,21 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     if len(value) > MAX_TOOLS:
         what = f"{where} has {len(value)} tools, at most {MAX_TOOLS} are possible"
         raise Rejection(what, code="invalid_value", param=where)
-    tools = tuple(_tool(tool, f"{where}[{i}]") for i, tool in enumerate(value))
+    return checked_tools([tool_of(tool, f"{where}[{i}]") for i, tool in enumerate(value)], where)
+
+
+def checked_tools(tools: Sequence[Mapping[str, Any]], where: str) -> tuple[Mapping[str, Any], ...]:
+    """Return tools that `tool_of` made, in the same order. Raises Rejection for two different ones of one name."""
     named: dict[str, Any] = {}
     for i, tool in enumerate(tools):
         if named.setdefault(tool["function"]["name"], tool) != tool:  # a call's schema would be ambiguous
             at = f"{where}[{i}].function.name"
             _wrong(at, "is the name of another tool", tool["function"]["name"])
-    return tools
+    return tuple(tools)
 
 
-def _tool(tool: Any, where: str) -> Mapping[str, Any]:
+def tool_of(tool: Any, where: str, *, longest: int = MAX_NAME) -> Mapping[str, Any]:
+    """Read a tool, a function. longest: characters of its name, at most. Raises Rejection."""
     if not isinstance(tool, dict):
         _wrong(where, "must be an object with type and function", tool)
     kind = tool.get("type", "function")
@@ -67,8 +73,8 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     if name is None:
         at = f"{where}.function.name"
         raise Rejection(f"{at} is required", code="missing_required_parameter", param=at)
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        _wrong(f"{where}.function.name", "must be 1 to 64 letters, digits, _, . or -", name)
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > longest:
+        _wrong(f"{where}.function.name", f"must be 1 to {longest} letters, digits, _, . or -", name)
     known = {key: value for key, value in function.items() if value is not None}
     if not isinstance(known.get("description", ""), str):
         _wrong(f"{where}.function.description", "must be a string", known["description"])

@@ -132,6 +132,11 @@ class Choice:
         return self._reader.content
 
     @property
+    def stop_string(self) -> str | None:
+        """Return the stop string that ended this choice, if one did."""
+        return None if self._stop_strings is None else self._stop_strings.found
+
+    @property
     def calls(self) -> tuple[ToolCall, ...]:
         """Return the calls that were sent, each as far as it came."""
         return tuple(ToolCall(id_, name, "".join(arguments)) for id_, name, arguments in self._calls)

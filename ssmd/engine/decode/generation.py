@@ -57,6 +57,7 @@ class Progress:
     handle: Handle = None  # reads the prompt
     position: int = 0  # of `handle`
     fed: int = 0  # tokens of the prompt
+    saved: int = 0  # the deepest position of the prompt with a kept state, before the answer began
     logits: Logits | None = None  # [vocab], after the prompt: every choice starts from them
     choices: list[Choice] = field(default_factory=list)
     prompt: Prompt | None = None  # the prompt to feed, once that is known
@@ -124,6 +125,11 @@ class GenerationStore:
 
     def keep(self, checkpoint: NewCheckpoint | None) -> None:
         """Start to store the result of `save`. It is a call of its own: encoding takes a core from the next step."""
+
+    @property
+    def position(self) -> int:
+        """Return the deepest position of the prompt whose state is kept; 0 if there is none."""
+        return 0
 
     def end(self, choice: Choice) -> None:
         """Keep the state at the end of a choice, which still has its handle, if its text equals its tokens."""
@@ -197,10 +203,11 @@ class Generation:
         gaps = [(b - a) * 1e3 for choice in progress.choices for a, b in pairwise(choice.times)]
         prompt_tokens = len(self.prompt.ids)
         longest = max((len(choice.tokens) for choice in progress.choices), default=0)
+        cached_tokens = prompt_tokens - progress.fed if progress.choices else 0
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=sum(len(choice.tokens) for choice in progress.choices),
-            cached_tokens=prompt_tokens - progress.fed if progress.choices else 0,
+            cached_tokens=cached_tokens,
             session=asked.session,
             resume=progress.resume,
             stored=stored,
@@ -217,6 +224,8 @@ class Generation:
             stopped=self.cancelled and self.broke_off,
             state_stored=state_stored,
             parted_at=self.kept.parted_at,
+            saved_tokens=max(0, progress.saved - cached_tokens) if stored and progress.choices else 0,
+            stop_strings=[choice.stop_string for choice in progress.choices] if asked.request.stop else (),
         )
 
     def count_first_token(self, metrics: ModelMetrics) -> None:

@@ -107,5 +107,7 @@ def _together(ends: Sequence[Finish]) -> Finish:
         tbt_ms=sum(gaps) / len(gaps) if gaps else None,
         context_left=min(rooms) if rooms else None,
         stopped=any(usage.stopped for usage in usages),
+        saved_tokens=sum(usage.saved_tokens for usage in usages),
+        stop_strings=[one for usage in usages for one in usage.stop_strings],
     )
     return Finish(reasons, usage)

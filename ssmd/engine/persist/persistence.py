@@ -257,6 +257,10 @@ class _TurnStore(GenerationStore):
         if checkpoint.kind != "turn":  # choices are siblings: each grows from the prompt
             self._parent = (checkpoint, checkpoint.state.position)
 
+    @property
+    def position(self) -> int:
+        return self._parent[1]
+
     def end(self, choice: Choice) -> None:
         if choice.cut:  # no later request begins with the fed tokens
             return

@@ -35,7 +35,7 @@ from ssmd.sessions.turn import (
 from ssmd.text.messages import Message
 from ssmd.text.telling import MAX_KEPT_CHARS
 from ssmd.text.template import Template, TemplateInput
-from ssmd.text.tokenizer import Tokenizer
+from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger(__name__)
 SYSTEM_CHECKPOINT_TOKENS = 64  # least length of a beginning with a state of its own: a shorter one costs no bucket
@@ -103,6 +103,17 @@ class Planner:
     def text(self, request: Request) -> str:
         """Render a request's messages with the template, as plain text. Raises Rejection."""
         return self._tokenizer.unescape(self._reread(request, self._alone(request), 0).text.own)
+
+    def count(self, request: Request, at_most: int, go_on: Callable[[], None] = lambda: None) -> int:
+        """Count the tokens of a request's messages as the template renders them, beyond the context too.
+
+        at_most: counts no further than just above it. go_on: as of `plan`. Raises Rejection.
+        """
+        text = self._renderer.render(request.messages, _local_now(), request.given).text
+        try:
+            return len(self._tokenizer.ids(text, at_most, go_on))
+        except TokenizerError as err:
+            raise Rejection(f"the model's tokenizer refuses these messages: {err}", param="messages") from err
 
     def _plan(self, request: Request) -> Prompt:
         strangers = [t for t in request.sampling.logit_bias if t >= self._vocabulary]

@@ -83,7 +83,7 @@ class Renderer:
             return _without(self._template.render_settled(shown, now=now, given=told.given), added)
         except TemplateError as err:
             together = self._telling.alternating(messages, told, tools_last=tools_last)
-            if len(together) < len(shown):
+            if together != shown:
                 with suppress(TemplateError):
                     return RenderedText(self._template.render(together, now=now, given=told.given), None)
             raise _refusal(err) from err

@@ -1,0 +1,57 @@
+"""The runtime's class, which the entry point names: LiteRT computes every state, and a file has the answers.
+
+The file named by SCRIPTED_ANSWERS is a list of texts in JSON. Each prompt takes the next one, also after a restart: the
+taken ones are removed from the file. When none is left, the model goes on as it likes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from saying import Saying
+
+from ssmd.runtime import Artifact, Device, Program
+from ssmd.runtime.protocol import Handle, Logits, get_runtime
+from ssmd.text.tokenizer import Tokenizer
+
+BASE = "litert"
+
+
+class ScriptedRuntime:
+    name = "scripted"
+
+    def devices(self) -> list[Device]:
+        return get_runtime(BASE).devices()
+
+    def load(self, artifact: Artifact, *, device: str | None = None, threads: int | None = None) -> Program:
+        """Load an artifact of LiteRT's whose manifest names this runtime."""
+        manifest = artifact.manifest.model_copy(update={"runtime": BASE})
+        program = get_runtime(BASE).load(replace(artifact, manifest=manifest), device=device, threads=threads)
+        stops = frozenset(manifest.stop_tokens)
+        tokenizer = Tokenizer.open(artifact.file("tokenizer.json"), stop_tokens=stops)
+        return _FromFile(program, tokenizer, min(stops), Path(os.environ["SCRIPTED_ANSWERS"]))  # type: ignore[return-value]
+
+
+class _FromFile(Saying):
+    def __init__(self, program: Program, tokenizer: Tokenizer, stop: int, file: Path) -> None:
+        super().__init__(program)
+        self._tokenizer, self._stop, self._file = tokenizer, stop, file
+        self._line_end = int(tokenizer.encode("\n")[-1])
+
+    def decode(self, handles: Sequence[Handle], tokens: Sequence[int]) -> Logits:
+        for handle, token in zip(handles, tokens, strict=True):
+            if id(handle) not in self._told:  # a chat's prompt ends with a line, a warm-up's tokens do not
+                script = self._taken() if token == self._line_end else []
+                self._told[id(handle)] = (handle, script, 0)
+        return super().decode(handles, tokens)
+
+    def _taken(self) -> list[int]:
+        first, *rest = json.loads(self._file.read_text("utf-8")) or [None]
+        if first is None:
+            return []
+        self._file.write_text(json.dumps(rest), "utf-8")
+        return [*self._tokenizer.encode(first), self._stop]
