@@ -72,7 +72,7 @@ def prompt(usage: dict[str, Any]) -> int:
 
 
 def test_recorded_steps_cost_what_is_new_after_kills(scripted: DaemonProcess) -> None:
-    usages = []
+    usages: list[dict[str, Any]] = []
     for messages in RECORDED["turns"]:
         if len(usages) in (1, 4):  # a daemon takes a second to start
             scripted.kill()
