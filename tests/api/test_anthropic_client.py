@@ -83,7 +83,7 @@ def test_errors_are_typed(artifact: Path, tmp_path: Path) -> None:
         asked = {"model": one.model, "max_tokens": 8, "messages": [{"role": "user", "content": "a"}]}
         mine, bearer = {"api_key": KEY}, {"api_key": None, "auth_token": KEY}
         image = {"type": "image", "source": {"type": "url", "url": "https://example.org/x.png"}}
-        cases = [
+        cases: list[tuple[dict[str, Any], str | None, str | None]] = [
             ({"options": {"api_key": "another-key"}}, "AuthenticationError", "authentication_error"),
             ({"options": mine, "model": "claude-9"}, "NotFoundError", "not_found_error"),
             ({"options": bearer, "model": "claude-9", "stream": True}, "NotFoundError", "not_found_error"),

@@ -316,7 +316,9 @@ def test_places_in_tools_are_anthropics(tiny: Daemon) -> None:
 
 def test_strict_refuses_what_would_be_ignored(artifacts: TinyArtifacts) -> None:
     with daemon(artifacts["llama-f32"], None, settings=Settings(strict=True)) as one:
-        for fields in ({"metadata": {}}, {"output_config": {"effort": "low"}}, {"messages": [user([text("a", x=1)])]}):
+        low, odd = {"output_config": {"effort": "low"}}, {"messages": [user([text("a", x=1)])]}
+        unread: list[Fields] = [{"metadata": {}}, low, odd]
+        for fields in unread:
             for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
                 body = {"model": one.model, "max_tokens": 1, "messages": [user("a")], **fields}
                 answer = one.served.ask("POST", path, body)

@@ -31,9 +31,9 @@ class ScriptedRuntime:
         """Load an artifact of LiteRT's whose manifest names this runtime."""
         manifest = artifact.manifest.model_copy(update={"runtime": BASE})
         program = get_runtime(BASE).load(replace(artifact, manifest=manifest), device=device, threads=threads)
-        stops = frozenset(manifest.stop_tokens)
+        stops = manifest.stop_tokens
         tokenizer = Tokenizer.open(artifact.file("tokenizer.json"), stop_tokens=stops)
-        return _FromFile(program, tokenizer, min(stops), Path(os.environ["SCRIPTED_ANSWERS"]))  # type: ignore[return-value]
+        return _FromFile(program, tokenizer, min(stops), Path(os.environ["SCRIPTED_ANSWERS"]))
 
 
 class _FromFile(Saying):
