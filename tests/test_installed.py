@@ -228,7 +228,7 @@ INFINITE = float("inf")
 def test_an_odd_manifest_is_a_problem_of_its_model_alone(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
 ) -> None:
-    """What lists all models, or counts their memory, must not fail on it."""
+    """Code that lists all models, or counts their memory, must not fail on it."""
     put(tmp_path, "good", "litert-cpu-int8")
     forge(put(tmp_path, "odd", "litert-cpu-int8"), change)
     good, odd = installed(tmp_path)

@@ -1,7 +1,7 @@
 """Trial loads of many artifacts from elsewhere, each in a fork of one process that has imported their runtime.
 
-As a program: python tests/trials.py ARTIFACT SECONDS FOLDER SEED… makes a mutant of the artifact for each seed in the
-folder, loads it as a daemon would, and prints a line of JSON for each (Outcome).
+The arguments of the program are ARTIFACT SECONDS FOLDER and seeds. It makes a mutant of each seed in the folder, and
+loads it as a daemon would. It prints a line of JSON for each (Outcome).
 """
 
 from __future__ import annotations
