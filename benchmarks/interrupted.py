@@ -82,7 +82,7 @@ class Place:
 
 
 class Stock:
-    """What all runs begin with: a store, files of its sessions, and a hub with a model."""
+    """A store, files of its sessions, and a hub with a model, with which all runs begin."""
 
     def __init__(self, artifact: Path, folder: Path) -> None:
         self.artifact, self.folder = artifact, folder
