@@ -82,7 +82,7 @@ class Place:
 
 
 class Stock:
-    """What all runs begin with: a store, files of its sessions, and a hub with a model."""
+    """A store, files of its sessions, and a hub with a model, with which all runs begin."""
 
     def __init__(self, artifact: Path, folder: Path) -> None:
         self.artifact, self.folder = artifact, folder
@@ -118,6 +118,7 @@ class Command:
     """A command. prepare: makes what it works on. words: of the command line. again: words to repeat it with.
 
     judge: raises AssertionError if what is there after a kill, or after the repetition (True), is wrong.
+    once: returns True if the command did all of its work, and would be refused if repeated.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Command:
     judge: Callable[[Place, bool], None]
     again: tuple[str, ...] = ()
     serves: bool = False  # it ends only by a signal
+    once: Callable[[Place], bool] = lambda place: False
 
 
 def _same(place: Place, done: bool) -> None:
@@ -236,7 +238,9 @@ COMMANDS = (
     Command("open, new", _nothing, lambda p: ["session", "list"], _new),
     Command("open", with_store, lambda p: ["session", "list"], _same),
     Command("session gc", with_store, lambda p: ["session", "gc", "--quota", "4MB"], _same),
-    Command("session rm", with_store, lambda p: ["session", "rm", "s0"], _removed),
+    Command(
+        "session rm", with_store, lambda p: ["session", "rm", "s0"], _removed, once=lambda p: "s0" not in p.turns()
+    ),
     Command(
         *("session export", with_store),
         lambda p: ["session", "export", "s0", str(p.out / "talk.ssmd")],
@@ -248,7 +252,12 @@ COMMANDS = (
         *(_exported, ("--force",)),
     ),
     Command("session import", with_store, _importing, _imported),
-    Command("backup", with_store, lambda p: ["backup", str(p.out / "backup")], _backed_up),
+    Command(
+        *("backup", with_store),
+        lambda p: ["backup", str(p.out / "backup")],
+        _backed_up,
+        once=lambda p: (p.out / "backup" / FILE).exists(),
+    ),
     Command("check --repair, rows", _damaged, lambda p: ["session", "check", "--repair"], _repaired),
     Command("check --repair, torn", _torn, lambda p: ["session", "check", "--repair"], _repaired),
     Command("pull", _nothing, _pulling, _pulled, ("--force",)),
@@ -291,7 +300,7 @@ def kill_often(
         counts.update([f"{command.name}/{'ended before' if ended else 'at work' if seen else 'at its beginning'}"])
         try:
             command.judge(place, False)
-            if not (command.name == "backup" and (place.out / "backup" / FILE).exists()):
+            if not command.once(place):
                 _repeat(command, place, words)
                 command.judge(place, True)
             _leaves_nothing(command, place, words)
