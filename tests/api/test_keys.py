@@ -23,7 +23,7 @@ from starlette.routing import Route
 from test_server import failing, running
 
 from ssmd.api.http.keys import MAX_FILE_BYTES, MAX_KEYS, Caller, Keys, caller_of, read_keys
-from ssmd.api.http.security import Rules, guarded
+from ssmd.api.http.security import PathRules, Rules, guarded
 from ssmd.config import Settings, SettingsError
 from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
 from ssmd.sessions.rows.database import FILE as DATABASE
@@ -164,7 +164,8 @@ def test_a_key_is_compared_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def rules_of(tmp_path: Path) -> Callable[[], Rules]:
     file = written(tmp_path / "keys", FILE)
-    return lambda: Rules(frozenset({"127.0.0.1"}), keys=Keys.of(Settings(api_keys_file=file)))
+    paths = PathRules(keyless=frozenset({"/health"}))
+    return lambda: Rules(frozenset({"127.0.0.1"}), keys=Keys.of(Settings(api_keys_file=file)), paths=paths)
 
 
 @pytest.fixture
