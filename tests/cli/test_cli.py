@@ -104,7 +104,7 @@ def test_a_default_that_cannot_be_is_refused_at_the_start(home: Path) -> None:
 
 
 def test_what_a_manifest_says_steers_no_terminal(home: Path, artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    builders = {"\x1b]0;x\x07": "\x9b2J\ud800"}
+    builders = {"\x1b]0;x\x07": "\x9b2J"}
     path = forged(artifacts["llama-f32"], tmp_path / "forged", {}, builders=builders)
     assert all(c.isprintable() or c == "\n" for c in good(home, "show", str(path)))
 

@@ -247,7 +247,7 @@ class Talk:
         body = {"model": self.model, "messages": messages, "truncation": "auto", **self.options.fields()}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {} if self.session is None else {"session": self.session}
-        body |= {} if self.keep else {"store": False}
+        body |= {} if self.keep else {"store": False, "prompt_cache_retention": "none"}
         begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
         messages = messages[:-1] if begun else messages
         parts = AnswerCollector(show, self.thinking, begun)

@@ -196,7 +196,9 @@ class Rerenderer:
     def _keep(self, turn: _Turn, plan: _Plan) -> None:
         """Save the state and queue it for the writer, with the text and the ids that it stands for."""
         found, ids = plan.loaded.found, plan.loaded.ids
-        parent = found if found is not None and found.build == self._made.scope.build else None
+        # A sealed state's rows cannot be shared.
+        shares = found is not None and found.build == self._made.scope.build and found.seal is None
+        parent = found if shares else None
         state = self._program.save(self._handle, since=0 if parent is None else parent.position)
         origin = None if found is None else found.origin
         number = None if parent is None else parent.id
