@@ -22,6 +22,7 @@ from ssmd.sessions.line import Line
 
 SealKind = Literal["sealed", "memory"]
 _NONCE_BYTES = 12
+FIRST_NAME = b"\xff" * 8  # names begin with it, which keys of other states do not: so an index finds them together
 Part = tuple[str, int, int]  # of a state: "rows" or "recurrent", first and last as a Blob has them
 
 
@@ -37,7 +38,8 @@ class Seal:
 
     def names(self, layout: str, lineage: str, hashes: Sequence[bytes]) -> list[bytes]:
         """Return the name, 32 bytes, of the state of the ids with each of these hashes (Line.hashes)."""
-        return self._derived(b"ssmd.sealed.name", layout, lineage, hashes)
+        derived = self._derived(b"ssmd.sealed.name", layout, lineage, hashes)
+        return [FIRST_NAME + one[: -len(FIRST_NAME)] for one in derived]
 
     def key(self, layout: str, lineage: str, hashed: bytes) -> bytes:
         """Return the key, 32 bytes, of what was computed from the ids with this hash."""

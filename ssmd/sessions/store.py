@@ -237,13 +237,14 @@ class Store:
             checkpoint_rows.sweep(connection, checkpoints)
             erasure.owe(connection)
 
-    def bound_loose(self, used: int | None = None, *, keep: Collection[int] = ()) -> int:
+    def bound_loose(self, used: int | None = None, *, keep: Collection[int] = (), sealed: bool = False) -> int:
         """Remove the least recently used unlinked checkpoints while they exceed their share of the quota.
 
-        Returns how many. used: id of one that a request just went on from. keep: as for `sweep`.
+        Returns how many. used: id of one that a request just went on from. keep: as for `sweep`. sealed: of the sealed
+        ones.
         """
         with database.writing(self._engine, self.file) as connection:
-            gone = checkpoint_rows.bound(connection, self.quota, used, keep)
+            gone = checkpoint_rows.bound(connection, self.quota, used, keep, sealed=sealed)
             if gone:
                 erasure.owe(connection)
         return gone

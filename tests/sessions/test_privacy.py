@@ -222,7 +222,7 @@ def test_what_a_killed_import_left(artifact: Path, tmp_path: Path) -> None:
 
 def test_what_a_killed_export_left(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object, **__: object) -> None:
-        for file in (tmp_path / "data").glob("*.tmp"):  # as it is when the power goes
+        for file in (tmp_path / "data").glob(".*.ssmd-part"):  # as it is when the power goes
             (tmp_path / "stays").mkdir()
             shutil.copy(file, tmp_path / "stays" / file.name)
         raise OSError

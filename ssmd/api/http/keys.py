@@ -30,6 +30,7 @@ from ssmd.machine import privatefile, textfile
 from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
 
 log = logging.getLogger(__name__)
+IN_KEY_HEADER = "x-api-key"
 MAX_FILE_BYTES = 256 << 10
 MAX_KEYS = 256
 READ_ONLY = "read-only"
@@ -113,12 +114,16 @@ class Keys:
         return frozenset(key.name for key in self._keys)
 
     def caller(self, authorization: str) -> Caller:
-        """Return the caller that an Authorization header identifies. Raises Rejection."""
+        """Return the caller that an Authorization header identifies. Raises Rejection.
+
+        A key of another header comes with the scheme IN_KEY_HEADER.
+        """
         keys = self._keys
         scheme, _, given = authorization.partition(" ")
         digest, found = digest_of(given.strip()), None
-        bearer = scheme.lower() == "bearer"
-        if self._token is not None and hmac.compare_digest(digest, self._token) and bearer:
+        bearer = scheme.lower() in ("bearer", IN_KEY_HEADER)
+        own = self._token is not None and hmac.compare_digest(digest, self._token)
+        if own and bearer and scheme != IN_KEY_HEADER:  # a command of the daemon's user sends it, no client does
             return Caller(EVERYBODY, own=True, by=digest)
         granted = self._grants.find(digest) if bearer else None
         if granted is not None and (caller := self._granted(granted)) is not None:

@@ -31,7 +31,7 @@ from ssmd.api.http import access
 from ssmd.api.http.access import AccessLog
 from ssmd.api.http.body import brief
 from ssmd.api.http.errors import HANDLERS, ErrorForm, error_response, set_form
-from ssmd.api.http.keys import Caller, Keys, set_caller
+from ssmd.api.http.keys import IN_KEY_HEADER, Caller, Keys, set_caller
 from ssmd.config import Settings
 from ssmd.engine.request import label
 from ssmd.engine.terms import Rejection
@@ -335,7 +335,7 @@ def _authorization(headers: Headers) -> str:
     """Return the Authorization header; without a bearer's, the key that Anthropic's clients send in `x-api-key`."""
     given = headers.get("authorization", "")
     if "x-api-key" in headers and not given.lower().startswith("bearer "):
-        return f"Bearer {headers['x-api-key']}"
+        return f"{IN_KEY_HEADER} {headers['x-api-key']}"
     return given
 
 

@@ -349,7 +349,7 @@ class _SealedStore(_TurnStore):
         self._checkpoints, self._parent = [], (None, 0)
         told = partial(then, False, False)
         if kept or (found is not None and not found.linked):
-            self._by._writer.keep(kept, None if found is None else found.id, told)
+            self._by._writer.keep(kept, None if found is None else found.id, told, sealed=True)
             self._let_go(read=bool(choices))
         else:
             self._let_go(read=bool(choices))

@@ -378,11 +378,18 @@ class Writer:
             self._pace.note(nbytes, standing.wrote_s)
         return done
 
-    def keep(self, checkpoints: Sequence[PendingCheckpoint], used: int | None, then: Callable[[], None]) -> None:
+    def keep(
+        self,
+        checkpoints: Sequence[PendingCheckpoint],
+        used: int | None,
+        then: Callable[[], None],
+        *,
+        sealed: bool = False,
+    ) -> None:
         """Write states that belong to no turn, for prompts that begin alike. Then call `then`, once.
 
         `then` is called after COMMIT_PATIENCE_S at the latest. used: id of the checkpoint that they grew from.
-        They stay for LOOSE_S after their last use, and take a share of the quota at most.
+        They stay for LOOSE_S after their last use, sealed ones for SEALED_S, and take a share of the quota at most.
         """
         told = threading.Semaphore()
 
@@ -400,7 +407,7 @@ class Writer:
                         placed = self.store.keep(pending.encoded)
                         if placed.nbytes:
                             self._metrics.checkpoint(placed.nbytes, pending.ms)
-                self.store.bound_loose(used, keep=self._ahead)
+                self.store.bound_loose(used, keep=self._ahead, sealed=sealed)
             except StoreError as err:
                 log.warning("the state of a prompt is not kept: %s", err)
             finally:

@@ -20,7 +20,7 @@ from ssmd.sessions.rows.parts import segments_of
 from ssmd.sessions.rows.schema import by, checkpoint, checkpoint_segment, layout, piece, seen, segment, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.turns import as_they_are
-from ssmd.sessions.sealing import IN_MEMORY, SEALS, Seal
+from ssmd.sessions.sealing import FIRST_NAME, IN_MEMORY, SEALS, Seal
 from ssmd.sessions.turn import StoreError
 
 _BATCH = 500  # keys in one statement
@@ -33,9 +33,10 @@ SEALED = tuple(seal.kind for seal in SEALS)
 # Built once: putting a statement together takes longer than running it.
 _c = checkpoint.c
 _LINKS = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
-_LOOSE = select(
-    _c.id, _c.owner, _c.kind, _c.parent, _c.position, _c.last_used_at, _c.recurrent_nbytes, _c.rows_nbytes
-).where(~_LINKS.exists())
+_IS_SEALED = (_c.key >= FIRST_NAME, _c.kind.in_(SEALED))  # found by the index of keys
+_FACTS = select(_c.id, _c.owner, _c.kind, _c.parent, _c.position, _c.last_used_at, _c.recurrent_nbytes, _c.rows_nbytes)
+_LOOSE = _FACTS.where(~_LINKS.exists(), _c.kind.not_in(SEALED))
+_SEALED_ONES = _FACTS.where(*_IS_SEALED)
 
 
 @dataclass(frozen=True)
@@ -383,17 +384,20 @@ def sweep(connection: Connection, candidates: Collection[int]) -> None:
         add_stored_bytes(connection, -freed)
 
 
-def bound(connection: Connection, quota: int | None, used: int | None, keep: Collection[int]) -> int:
+def bound(
+    connection: Connection, quota: int | None, used: int | None, keep: Collection[int], *, sealed: bool = False
+) -> int:
     """Delete the least recently used unlinked checkpoints while they exceed their share. Return how many.
 
     The owner that has most of them gives up first, so that one client cannot push out what another one left.
-    used: id of a checkpoint that was just used. keep: ids of those whose turn may still come.
+    used: id of a checkpoint that was just used. keep: ids of those whose turn may still come. sealed: of the sealed
+    ones, which have a share of their own.
     """
     if used is not None:
         connection.execute(_USED, {"number": used, "now": time.time_ns() // 1000})
     most = _UNBOUNDED if quota is None else quota // SHARE
     held, loose = Counter[str](), dict[str, deque[Any]]()
-    for row in unlinked_ones(connection):
+    for row in unlinked_ones(connection, sealed=sealed):
         held[row.owner] += row.recurrent_nbytes + row.rows_nbytes
         loose.setdefault(row.owner, deque()).append(row)
     nbytes, gone = held.total(), list[int]()
@@ -410,12 +414,12 @@ def bound(connection: Connection, quota: int | None, used: int | None, keep: Col
     return len(gone)
 
 
-def unlinked_ones(connection: Connection) -> list[Any]:
-    """Return the rows of all checkpoints that no turn links to, the least recently used one first.
+def unlinked_ones(connection: Connection, *, sealed: bool) -> list[Any]:
+    """Return the rows of the sealed checkpoints, or of all others that no turn links to, the least recently used first.
 
     One that others grew from was used when they were, and comes after them: its rows are theirs too.
     """
-    rows = {row.id: row for row in connection.execute(_LOOSE).all()}
+    rows = {row.id: row for row in connection.execute(_SEALED_ONES if sealed else _LOOSE).all()}
     used = {number: row.last_used_at for number, row in rows.items()}
     for number in sorted(rows, reverse=True):  # children before their parents
         parent = rows[number].parent
@@ -426,12 +430,12 @@ def unlinked_ones(connection: Connection) -> list[Any]:
 
 def of_other_processes(connection: Connection, before: int) -> list[int]:
     """List the checkpoints that were sealed for one process's memory before a time, microseconds since 1970."""
-    return list(connection.scalars(select(_c.id).where(_c.kind == IN_MEMORY.kind, _c.created_at < before)))
+    return list(connection.scalars(select(_c.id).where(*_IS_SEALED, _c.kind == IN_MEMORY.kind, _c.created_at < before)))
 
 
 def sealed_of_others(connection: Connection, owners: Collection[str]) -> list[int]:
     """List the sealed checkpoints of all owners but these."""
-    rows = connection.execute(select(_c.id, _c.owner).where(_c.kind.in_(SEALED))).all()
+    rows = connection.execute(select(_c.id, _c.owner).where(*_IS_SEALED)).all()
     return [row.id for row in rows if row.owner not in owners]
 
 

@@ -134,10 +134,10 @@ def make_room(
 
 def _take_sealed(connection: Connection, needed: int, keep: Collection[int], freed: FreedSpace) -> None:
     """Take sealed checkpoints, the least recently used one first, until `needed` bytes are free."""
-    for one in checkpoint_rows.unlinked_ones(connection) if needed > 0 else ():
+    for one in checkpoint_rows.unlinked_ones(connection, sealed=True) if needed > 0 else ():
         if freed.nbytes >= needed:
             return
-        if one.kind in checkpoint_rows.SEALED and one.id not in keep:
+        if one.id not in keep:
             rows = checkpoint_rows.rows_of_one(connection, one.id)
             connection.execute(delete(checkpoint_segment).where(checkpoint_segment.c.checkpoint == one.id))
             freed.nbytes += one.recurrent_nbytes + sum(size for _, size in rows)
