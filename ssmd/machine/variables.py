@@ -24,7 +24,7 @@ SETTINGS = tuple(
         *("API_KEY", "API_KEYS_FILE", "SHARE_SESSIONS", "ALLOWED_HOSTS", "ALLOWED_ORIGINS"),
         *("THREADS", "RUNTIME", "DEVICE", "MAX_RUNNING", "MAX_QUEUE"),
         *("MAX_BODY_BYTES", "QUOTA", "KEEP_ALIVE", "MEMORY_BUDGET", "PRELOAD"),
-        *("PIN", "TRUNCATION", "DEFAULT", "STRICT", "KEEP_VOLATILE", "OFFLINE", "LOG_LEVEL"),
+        *("PIN", "TRUNCATION", "PROMPT_CACHE_RETENTION", "DEFAULT", "STRICT", "KEEP_VOLATILE", "OFFLINE", "LOG_LEVEL"),
         *("STREAM_COMMENT", "ACCESS_LOG", "ACCESS_LOG_FORMAT", "SLOW_REQUEST", "CORE_DUMPS"),
     )
 )
@@ -32,7 +32,7 @@ OF_TESTS = frozenset(  # variables of tests and benchmarks, which start programs
     f"{PREFIX}{name}"
     for name in (
         *("CLIENT_PYTHON", "CONTRACT_FAMILIES", "CONTRACT_RUNTIMES", "DATABASES", "EXAMPLES", "FLIPS", "FUZZ"),
-        *("FUZZ_SEED", "KILLS", "LLAMA_LIBRARY", "MIXED_SECONDS", "SEED", "STEPS"),
+        *("COMMANDS", "FUZZ_SEED", "KILLS", "LLAMA_LIBRARY", "MIXED_SECONDS", "SEED", "STEPS"),
     )
 )
 # Variables that Kubernetes and Docker set in containers for a service named ssmd.
