@@ -232,10 +232,12 @@ class Store:
             self.drop_loose(numbers)
 
     def drop_loose(self, checkpoints: Collection[int]) -> None:
-        """Remove those of these checkpoints that no turn links to."""
+        """Remove those of these checkpoints that no turn links to.
+
+        No erasure is owed for them: sealed ones tell nothing, and others are of a conversation that is stored.
+        """
         with database.writing(self._engine, self.file) as connection:
             checkpoint_rows.sweep(connection, checkpoints)
-            erasure.owe(connection)
 
     def bound_loose(self, used: int | None = None, *, keep: Collection[int] = (), sealed: bool = False) -> int:
         """Remove the least recently used unlinked checkpoints while they exceed their share of the quota.
@@ -245,7 +247,7 @@ class Store:
         """
         with database.writing(self._engine, self.file) as connection:
             gone = checkpoint_rows.bound(connection, self.quota, used, keep, sealed=sealed)
-            if gone:
+            if gone and not sealed:
                 erasure.owe(connection)
         return gone
 
