@@ -78,7 +78,7 @@ def tools() -> None:
 @check("tools streamed")
 def tools_streamed() -> None:
     # One call: a small model goes on calling until max_tokens cuts a call.
-    one = {"tool_choice": "required", "parallel_tool_calls": False}
+    one: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
     chunks = complete(ASKED, tools=TOOLS, max_tokens=200, stream=True, **one)
     message = litellm.stream_chunk_builder(list(chunks)).choices[0].message
     assert all(list(json.loads(call.function.arguments)) == ["city"] for call in message.tool_calls)
