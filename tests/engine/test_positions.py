@@ -192,7 +192,20 @@ def test_owners_learn_nothing_of_one_another() -> None:
     assert seen.parted("anna", ids) == (0, False)
     assert seen.parted("ben", ids) == (0, False)
     assert seen.parted("anna", Line.of([*range(200), *range(100)])) == (192, True)
-    assert seen.parted("anna", Line.of(range(200))) == (192, False)
+    assert seen.parted("anna", Line.of(range(200))) == (192, False), "the earlier one may go on as this one does"
+
+
+def test_the_last_tokens_of_a_prompt_part_it_too() -> None:
+    """Also if it ends within a cell. A prompt that goes on from another one, or repeats it, does not part from it."""
+    seen, ids = SeenPrompts(CELL), list(range(100))
+    assert seen.parted("", Line.of(ids)) == (0, False)
+    assert seen.parted("", Line.of(ids)) == (64, False)
+    assert seen.parted("", Line.of([*ids, *range(300, 420)])) == (64, False)
+    assert seen.parted("", Line.of([*ids[:99], 7, *range(300, 420)])) == (64, True)
+    fresh = SeenPrompts(CELL)
+    fresh.parted("", Line.of(ids))
+    assert fresh.parted("", Line.of([*ids[:98], 7, 8])) == (64, True)
+    assert fresh.parted("", Line.of([*ids[:98], 7, 8]).cut(70)) == (0, False), "no cell is at hand"
 
 
 def test_only_so_many_cells_are_remembered() -> None:

@@ -8,6 +8,7 @@ prefill stops in any case: no result depends on them.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -29,26 +30,39 @@ class SeenPrompts:
     def __init__(self, cell: int, most: int = MOST_SEEN) -> None:
         """cell: tokens of the program's grid."""
         self._cell, self._most = cell, most
-        self._seen: OrderedDict[tuple[str, bytes], bool] = OrderedDict()  # True if a prompt went on after it
+        # By owner and hash: the length of the last prompt that had this cell, and the hash of all its ids.
+        self._seen: OrderedDict[tuple[str, bytes], tuple[int, bytes]] = OrderedDict()
         self._lock = threading.Lock()
 
     def parted(self, owner: str, ids: Line) -> tuple[int, bool]:
         """Return how many tokens a prompt shares with an earlier one, rounded down to the grid. Then remember it.
 
-        0 if it shares none of those at hand. The second value is True if both go on there, with other tokens.
+        0 if it shares none of those at hand. The second value is True if both go on there, with other tokens. It is
+        False if that is not known, as the prompt is shorter than the earlier one and ends within a cell.
         """
         cell = self._cell
         positions = range(-(-max(ids.start, 1) // cell) * cell, len(ids), cell)
         names = [(owner, hashed[:_HASHED]) for hashed in ids.hashes(positions)]
+        whole = len(ids), _named(ids, len(ids))
         with self._lock:
             at = next((i for i in reversed(range(len(names))) if names[i] in self._seen), None)
-            apart = at is not None and at + 1 < len(names) and self._seen[names[at]]
-            for i, name in enumerate(names):
-                self._seen[name] = i + 1 < len(names) or self._seen.get(name, False)
+            earlier = None if at is None else self._seen[names[at]]
+            for name in names:
+                self._seen[name] = whole
                 self._seen.move_to_end(name)
             while len(self._seen) > self._most:
                 self._seen.popitem(last=False)
-        return 0 if at is None else positions[at], apart
+        if at is None or earlier is None:
+            return 0, False
+        length, end = earlier
+        if ids.start <= length <= len(ids):
+            return positions[at], _named(ids, length) != end
+        return positions[at], at + 1 < len(names)
+
+
+def _named(ids: Line, length: int) -> bytes:
+    """Hash the first ids. `Line.hash` has the last ones as they are."""
+    return hashlib.blake2b(ids.hash(length), digest_size=_HASHED).digest()
 
 
 def inside(
