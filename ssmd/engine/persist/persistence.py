@@ -164,7 +164,7 @@ class _TurnStore(GenerationStore):
         # The positions inside the prompt at which its state is kept.
         self._inside = positions.inside(first, last, wanted, by._cell, recurrent=recurrent, ends=ends)
         self._progress: PendingCheckpoint | None = None  # the newest state of a prompt that takes long
-        self._kept_at = time.perf_counter()  # when a state was kept last
+        self._written_at = time.perf_counter()  # when a state was last written at once
         self._restoring: Restoring | None = None
         self._checkpoints: list[PendingCheckpoint] = []
         # The checkpoint that the next one grows from, and its position.
@@ -207,19 +207,23 @@ class _TurnStore(GenerationStore):
         return next((p for p in self._inside if position < p < end), end)
 
     def prefilled(self, handle: Handle, position: int, read_ms: float) -> None:
-        system = position == self._prompt.system
-        if system or position in self._inside:
-            if system or self._pays((position - self._parent[1]) * read_ms):
-                self.keep(self._save(handle, "system" if system else "prefix", self._prompt.ids.up_to(position)))
-        elif position % self._by._cell == 0 and time.perf_counter() - self._kept_at >= PROGRESS_S:
-            self._keep_progress(self._save(handle, "prefix", self._prompt.ids.up_to(position)))
+        system, ids = position == self._prompt.system, self._prompt.ids.up_to(position)
+        due = time.perf_counter() - self._written_at >= PROGRESS_S
+        if (system or position in self._inside) and (system or self._pays((position - self._parent[1]) * read_ms)):
+            self._keep(self._save(handle, "system" if system else "prefix", ids), at_once=due)
+        elif due and position % self._by._cell == 0:
+            self._keep_progress(self._save(handle, "prefix", ids))
 
     def _keep_progress(self, checkpoint: NewCheckpoint | None) -> None:
         """Write a state at once, in place of the one before. No turn links to it, and no other state grows from it."""
-        self._kept_at = time.perf_counter()
+        self._written_at = time.perf_counter()
         if checkpoint is not None:
-            before, self._progress = self._progress, self._by._writer.encode(checkpoint, self._by._made, at_once=True)
-            self._by._writer.drop(before)
+            old, self._progress = self._progress, self._encode(checkpoint, at_once=True)
+            self._by._writer.drop(old)
+
+    def _encode(self, checkpoint: NewCheckpoint, *, at_once: bool) -> PendingCheckpoint | None:
+        """Start to store a state. If it is written before its turn, so are those that it grows from."""
+        return self._by._writer.encode(checkpoint, self._by._made, tuple(self._checkpoints), at_once=at_once)
 
     def save(self, handle: Handle, read_ms: float) -> NewCheckpoint | None:
         position = len(self._prompt.ids) - 1
@@ -246,14 +250,18 @@ class _TurnStore(GenerationStore):
         return NewCheckpoint(kind, ids, state, parent, self._origin, turn, owner, self._seal)
 
     def keep(self, checkpoint: NewCheckpoint | None) -> None:
+        self._keep(checkpoint, at_once=False)
+
+    def _keep(self, checkpoint: NewCheckpoint | None, *, at_once: bool) -> None:
         if checkpoint is None:
             return
-        pending = self._by._writer.encode(checkpoint, self._by._made)
+        if at_once:
+            self._written_at = time.perf_counter()
+        pending = self._encode(checkpoint, at_once=at_once)
         if pending is None:
             log.warning("request %s: a checkpoint is left out, the store is too far behind", self._asked.label)
             return
         self._checkpoints.append(pending)
-        self._kept_at = time.perf_counter()
         if checkpoint.kind != "turn":  # choices are siblings: each grows from the prompt
             self._parent = (checkpoint, checkpoint.state.position)
 

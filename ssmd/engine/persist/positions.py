@@ -80,6 +80,6 @@ def inside(
     else:
         grid = [p for p in anchors(cell, last) if not p % cell]
     chosen = {p - p % cell for p in wanted}
-    near = NEAR if recurrent else cell
+    near = NEAR if recurrent else 0
     found = {p for p in grid if not any(p <= other < p + near for other in (*ends, *chosen))}
     return sorted(p for p in found | chosen if first < p < last and p not in ends)

@@ -213,10 +213,18 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
         self._thread.start()
 
-    def encode(self, checkpoint: NewCheckpoint, made: Maker, *, at_once: bool = False) -> PendingCheckpoint | None:
+    def encode(
+        self,
+        checkpoint: NewCheckpoint,
+        made: Maker,
+        above: Sequence[PendingCheckpoint] = (),
+        *,
+        at_once: bool = False,
+    ) -> PendingCheckpoint | None:
         """Start encoding a checkpoint; None if too much is waiting already.
 
-        at_once: write it when it is encoded, however small it is.
+        above: those that it grows from, which are written before it. at_once: write it when it is encoded, however
+        small it is.
         """
         pending = PendingCheckpoint(checkpoint)
         with self._lock:
@@ -233,7 +241,9 @@ class Writer:
                 with self._lock:
                     self._queued_bytes -= pending.nbytes
             if at_once or (checkpoint.kind != "turn" and pending.encoded.nbytes >= AHEAD_BYTES):
-                self._write_ahead(pending, pending.encoded)
+                for one in (*above, pending):
+                    if one.stored is None and one.encoded is not None:
+                        self._write_ahead(one, one.encoded)
 
         self._work.put(work)
         return pending
