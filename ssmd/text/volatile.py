@@ -37,7 +37,7 @@ KNOWN = (
 def without_volatile(text: str) -> tuple[str, str | None]:
     """Return a block of a system prompt without known volatile text at its beginning, and that text's name.
 
-    The name is None if there is none, and the text is then returned as it is.
+    A block that begins otherwise is returned unchanged, with None.
     """
     for one in KNOWN:
         if found := one.form.match(text):

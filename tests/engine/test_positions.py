@@ -18,6 +18,7 @@ from sqlalchemy import select
 from ssmd.engine.persist import persistence, positions
 from ssmd.engine.persist import writer as writer_module
 from ssmd.engine.persist.positions import SeenPrompts, inside
+from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.domain import Domain
@@ -26,6 +27,7 @@ from ssmd.sessions.rows.checkpoints import SHARE
 from ssmd.sessions.rows.schema import checkpoint
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
+from ssmd.text.template import TemplateInput
 
 CELL = 64
 
@@ -98,6 +100,19 @@ def test_a_clock_is_known_after_a_restart(loaded: tuple[Artifact, Program], stor
         assert (answer.usage.parted_at is not None) == seen
         engine.shutdown(0)
     assert answer.usage.cached_tokens == answer.usage.parted_at
+
+
+def test_tools_are_read_once_for_all_system_prompts(engine: OwnEngine, control: OwnEngine) -> None:
+    """The state at their end is kept the first time: text on tools stands before a client's."""
+    schema = {"type": "object", "properties": {"place": {"type": "string"}}}
+    given = TemplateInput(({"type": "function", "function": {"name": "find", "parameters": schema}},))
+    talks = [(Message("system", f"{name} asks."), user("Who?")) for name in ("Anna", "Ben")]
+    prompt = engine._planner.plan(Request(talks[0], given=given))
+    (at,) = prompt.parts
+    answers = [ask(engine, *talk, given=given) for talk in talks]
+    assert at > CELL
+    assert answers[1].usage.cached_tokens == at - at % CELL
+    assert same(answers[1], ask(control, *talks[1], given=given))
 
 
 def test_a_first_system_message_is_kept_the_first_time(engine: OwnEngine, control: OwnEngine) -> None:

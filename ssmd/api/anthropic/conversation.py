@@ -59,7 +59,7 @@ class _Reader:
         self._calls: set[str] = set()  # ids of the calls so far
 
     def system(self, content: Any, where: str) -> Iterator[Message]:
-        """Read a system prompt. Its blocks are paragraphs of one message; an empty one is none."""
+        """Read a system prompt. Its blocks become paragraphs of one message. An empty prompt gives no message."""
         if isinstance(content, str):
             text = self._stable(content)
         else:

@@ -27,7 +27,7 @@ _PLACE = re.compile(r"(\btools\[\d+\])\.function\b(?:\.(parameters)\b)?")
 def error_form(error: Rejection, request_id: str) -> tuple[int, dict[str, Any]]:
     """Return (status, body) of an error. A status that Anthropic does not have becomes the nearest one."""
     status = error.status
-    if status > 500:  # a request that can be repeated is told when
+    if status > 500:  # the header retry-after names the seconds
         status = OVERLOADED if error.retry_after_s is not None else 500
     return status, {**error_body(error, status), "request_id": request_id}
 

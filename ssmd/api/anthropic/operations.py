@@ -9,7 +9,7 @@ from ssmd.api.openai.operations import KEEP, LIMIT
 from ssmd.api.openai.tools import MAX_TOOLS
 from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Operation, RequestBody, Schema
 
-_INSTEAD = {503: OVERLOADED}  # Anthropic has no 503; a request that can be repeated is told when
+_INSTEAD = {503: OVERLOADED}  # Anthropic's clients come back after a 529; they know no 503
 _BLOCKS: Schema = {
     "type": "array",
     "items": {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},

@@ -128,7 +128,7 @@ class GenerationStore:
 
     @property
     def position(self) -> int:
-        """Return the deepest position of the prompt whose state is kept; 0 if there is none."""
+        """Return the tokens of the prompt up to its deepest kept state; 0 without one."""
         return 0
 
     def end(self, choice: Choice) -> None:

@@ -107,10 +107,8 @@ class Persistence:
 
     def begin(self, asked: GenerationInput) -> GenerationStore:
         """Begin a request, of which nothing is stored yet. From any thread."""
-        request = asked.request
-        if not request.store and (request.retention or self._writer.retention) != "none":
-            return _SealedStore(self, asked)
-        return _TurnStore(self, asked) if request.raw is None else _PrefixStore(self, asked)
+        makes_a_turn = asked.request.store and asked.request.raw is None
+        return _TurnStore(self, asked) if makes_a_turn else _PrefixStore(self, asked)
 
     def warm_up(self, tokens: int) -> Steps:
         """Restore the conversation that was used last, feed it `tokens` tokens, and release it. It may go on soon.
@@ -149,7 +147,7 @@ class Persistence:
 
 
 class _TurnStore(GenerationStore):
-    """The states and turns of one request, which go to the store. Without a session it only restores."""
+    """The states and turns of one request, which go to the store."""
 
     _seal: Seal | None = None  # of all its states
 
@@ -207,12 +205,13 @@ class _TurnStore(GenerationStore):
         return next((p for p in self._inside if position < p < end), end)
 
     def prefilled(self, handle: Handle, position: int, read_ms: float) -> None:
-        system, ids = position == self._prompt.system, self._prompt.ids.up_to(position)
-        due = time.perf_counter() - self._written_at >= PROGRESS_S
-        if (system or position in self._inside) and (system or self._pays((position - self._parent[1]) * read_ms)):
-            self._keep(self._save(handle, "system" if system else "prefix", ids), at_once=due)
+        due, ids = time.perf_counter() - self._written_at >= PROGRESS_S, self._prompt.ids
+        if position == self._prompt.system:
+            self._keep(self._save(handle, "system", ids.up_to(position)), at_once=due)
+        elif position in self._inside and self._pays((position - self._parent[1]) * read_ms):
+            self._keep(self._save(handle, "prefix", ids.up_to(position)), at_once=due)
         elif due and position % self._by._cell == 0:
-            self._keep_progress(self._save(handle, "prefix", ids))
+            self._keep_progress(self._save(handle, "prefix", ids.up_to(position)))
 
     def _keep_progress(self, checkpoint: NewCheckpoint | None) -> None:
         """Write a state at once, in place of the one before. No turn links to it, and no other state grows from it."""
@@ -312,56 +311,40 @@ class _TurnStore(GenerationStore):
 
 
 class _PrefixStore(_TurnStore):
-    """The state of a raw prompt, kept for prompts that begin with it. It makes no turn."""
+    """The states of a request that makes no turn: of a raw prompt, or with "store": false.
 
-    def _pays(self, read_ms: float) -> bool:
-        return True
-
-    def _save(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None = None) -> NewCheckpoint | None:
-        request = self._asked.request
-        return self._saved(handle, kind, ids, turn, request.domain.owner) if request.store else None
-
-    def end(self, choice: Choice) -> None:
-        """Keep nothing: a later prompt rarely continues the sampled text."""
-
-    def commit(self, choices: Sequence[Choice], done: Finish, then: Then) -> None:
-        found, kept = self._prompt.found, self._checkpoints
-        self._checkpoints, self._parent = [], (None, 0)
-        if self._asked.request.store and (kept or found is not None):
-            self._by._writer.keep(kept, None if found is None else found.id, partial(then, False, False))
-            self._let_go(read=bool(choices))
-        else:
-            self._let_go(read=bool(choices))
-            then(False, False)
-
-
-class _SealedStore(_TurnStore):
-    """The states of a request with "store": false, sealed: only a request with the same text finds and opens them."""
+    Those with "store": false are sealed: only a request with the same text finds and opens them.
+    """
 
     def __init__(self, by: Persistence, asked: GenerationInput) -> None:
         super().__init__(by, asked)
         retention = asked.request.retention or by._writer.retention
-        self._seal = IN_MEMORY if retention == "in_memory" else ON_DISK
+        self._keeps = asked.request.store or retention != "none"
+        if not asked.request.store:
+            self._seal = IN_MEMORY if retention == "in_memory" else ON_DISK
+
+    def _pays(self, read_ms: float) -> bool:
+        return self._seal is None or super()._pays(read_ms)
 
     def _save(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None = None) -> NewCheckpoint | None:
-        if ids.start:  # not all ids are at hand, of which the keys are made
+        if not self._keeps or (self._seal is not None and ids.start):  # keys are made of all ids
             return None
         return self._saved(handle, kind, ids, None, self._asked.request.domain.owner)
 
     def end(self, choice: Choice) -> None:
+        """Keep the state at the end of a message. A later raw prompt rarely continues the sampled text."""
         if self._asked.request.raw is None:
             super().end(choice)
 
     def commit(self, choices: Sequence[Choice], done: Finish, then: Then) -> None:
-        found, kept = self._prompt.found, self._checkpoints
+        found, kept, told = self._prompt.found, self._checkpoints, partial(then, False, False)
         self._checkpoints, self._parent = [], (None, 0)
-        told = partial(then, False, False)
-        if kept or (found is not None and not found.linked):
-            self._by._writer.keep(kept, None if found is None else found.id, told, sealed=True)
-            self._let_go(read=bool(choices))
+        if self._keeps and (kept or found is not None):
+            used = None if found is None else found.id
+            self._by._writer.keep(kept, used, told, sealed=self._seal is not None)
         else:
-            self._let_go(read=bool(choices))
             told()
+        self._let_go(read=bool(choices))
 
     def rerender(self) -> None:
         """Read nothing again: there is no turn."""
