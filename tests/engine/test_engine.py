@@ -27,6 +27,7 @@ from ssmd.engine.decode.generation import Generation
 from ssmd.engine.engine import Engine
 from ssmd.engine.persist import persistence
 from ssmd.engine.persist import writer as writer_module
+from ssmd.engine.persist.health import StoreHealth
 from ssmd.engine.persist.rerender import Rerenderer
 from ssmd.engine.persist.restore import Restorer
 from ssmd.engine.request import Delta, Event, Failure, Finish, Recall, Request, TokenLogprob, Usage
@@ -850,9 +851,9 @@ def test_the_store_is_well_when_a_client_learns_of_a_stored_turn(
 ) -> None:
     """Also when the operating system runs the client's thread first."""
     assert engine.writer is not None
-    well = writer_module.StoreHealth.well
+    well = StoreHealth.well
 
-    def slowly(self: writer_module.StoreHealth) -> None:
+    def slowly(self: StoreHealth) -> None:
         time.sleep(0.5)
         well(self)
 
@@ -861,7 +862,7 @@ def test_the_store_is_well_when_a_client_learns_of_a_stored_turn(
     assert engine.writer.condition.reason == "error"
     as_ever(store)
     engine.writer._pace.note(8 << 20, takes_ms)
-    monkeypatch.setattr(writer_module.StoreHealth, "well", slowly)
+    monkeypatch.setattr(StoreHealth, "well", slowly)
     assert told(ask(engine, user("After."))) == (True, True)
     assert engine.writer.condition.reason == ""
 
