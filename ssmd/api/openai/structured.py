@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ssmd.api.http.body import StrictModel, brief, parse_object
-from ssmd.engine.sampling.grammar import enforceable_lark, enforced, held
+from ssmd.engine.sampling.bounds import enforceable_lark, enforced, held
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.text.closed import closed
 

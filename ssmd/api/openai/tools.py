@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ssmd.api.http.body import brief
-from ssmd.engine.sampling.grammar import enforced
+from ssmd.engine.sampling.bounds import enforced
 from ssmd.engine.terms import Rejection
 from ssmd.text.calls.tool_choice import ToolChoice
 from ssmd.text.template import NOTHING_MORE, OWN, TemplateInput

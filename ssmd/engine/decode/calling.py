@@ -10,7 +10,7 @@ from typing import Any
 
 from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Request
-from ssmd.engine.sampling.grammar import check_size, enforced
+from ssmd.engine.sampling.bounds import check_size, enforced
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.forced import forced
