@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from conftest import TinyArtifacts
-from engine.test_engine import Answer, Asked, ask, program_of, user
+from engine.test_engine import Answer, Asked, ask, user
 from engines import OwnEngine
 from sqlalchemy import select
 
@@ -32,31 +30,10 @@ from ssmd.text.template import TemplateInput
 CELL = 64
 
 
-@pytest.fixture(scope="module", params=["mamba-f32", "granite-f32", "llama-f32"])
-def loaded(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[tuple[Artifact, Program]]:
-    with program_of(artifacts, request.param, threads=None) as loaded:
-        yield loaded
-
-
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
     monkeypatch.setattr(writer_module.Writer, "pays", lambda *_: True)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(tmp_path / "data")
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def engine(loaded: tuple[Artifact, Program], store: Store) -> Iterator[OwnEngine]:
-    engine = OwnEngine(*loaded, store)
-    engine.start()
-    yield engine
-    engine.shutdown(0)
 
 
 @pytest.fixture(scope="module")
