@@ -111,7 +111,11 @@ class Campaign:
         self._compare(mixers)
 
     def _weigh(self) -> None:
-        """Find out what there is, and a budget for all but one of the models."""
+        """Find out what there is, and a budget for all but one of the models.
+
+        The daemon counts what a model's files suggest until it has measured more: by that the budget is made.
+        """
+        least = list[int]()
         with HostProcess(self.folder / "weighed", *self.options, models_dir=self.models_dir) as daemon:
             rows = daemon.get("/ssmd/v1/models")[1]["data"]
             for row in rows:  # the libraries' own memory is no model's: each is loaded once before
@@ -119,10 +123,9 @@ class Campaign:
                 daemon.unloaded(row["id"])
             for row in rows:
                 row |= daemon.model(row["id"], "load")
-                nbytes = max(LEAST_BYTES, int(TIMES_FILES * row["file_bytes"]), row["resident_bytes"] or 0)
-                self.kinds[row["id"]] = Kind(row["id"], row["lineage"], nbytes)
-        sizes = sorted(kind.nbytes for kind in self.kinds.values())
-        self.budget = sum(sizes) - sizes[0] // 2
+                least.append(max(LEAST_BYTES, int(TIMES_FILES * row["file_bytes"])))
+                self.kinds[row["id"]] = Kind(row["id"], row["lineage"], max(least[-1], row["resident_bytes"] or 0))
+        self.budget = max(sum(least) - min(least) // 2, *(kind.nbytes for kind in self.kinds.values()))
 
     def _disturb(self, daemon: HostProcess, life: Life) -> None:
         """Kills in the first half, then none."""

@@ -396,8 +396,17 @@ def test_an_unknown_path_names_the_nearest_one(method: str, path: str, said: str
     assert len(answer.error["message"]) <= 2001
 
 
-def test_a_full_queue_says_when_to_come_back(artifact: Path) -> None:
+def test_a_full_queue_says_when_to_come_back(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
     with daemon(artifact, None, max_running=1, max_queue=1) as one:
+        decode = one.engine.program.decode
+
+        def slowly(*given: Any) -> Any:
+            """Keep the first of the 400 tokens until the others were refused."""
+            assert go_on.wait(60)
+            return decode(*given)
+
+        monkeypatch.setattr(one.engine.program, "decode", slowly)
         body = request(one.body(max_tokens=400, stream=True))
         with one.served.connect(body) as first:
             first.recv(1000)  # it runs
@@ -405,6 +414,7 @@ def test_a_full_queue_says_when_to_come_back(artifact: Path) -> None:
                 soon(lambda: one.engine.metrics.snapshot()["queue"]["waiting"] == 1)
                 refused = one.chat()
                 unread = one.served.ask("POST", CHAT, b"no JSON")
+                go_on.set()
     assert (refused.status, refused.error["code"]) == (503, "queue_full")
     assert int(refused.headers["retry-after"]) > 0
     assert (unread.status, unread.error["code"]) == (503, "queue_full")

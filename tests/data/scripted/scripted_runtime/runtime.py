@@ -1,13 +1,15 @@
 """The runtime's class, which the entry point names: LiteRT computes every state, and a file has the answers.
 
 The file named by SCRIPTED_ANSWERS is a list of texts in JSON. Each prompt takes the next one, also after a restart: the
-taken ones are removed from the file. When none is left, the model goes on as it likes.
+taken ones are removed from the file. When none is left, the model goes on as it likes. A load takes SCRIPTED_LOAD_S
+seconds more.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ class ScriptedRuntime:
 
     def load(self, artifact: Artifact, *, device: str | None = None, threads: int | None = None) -> Program:
         """Load an artifact of LiteRT's whose manifest names this runtime."""
+        time.sleep(float(os.environ.get("SCRIPTED_LOAD_S", "0")))
         manifest = artifact.manifest.model_copy(update={"runtime": BASE})
         program = get_runtime(BASE).load(replace(artifact, manifest=manifest), device=device, threads=threads)
         stops = manifest.stop_tokens
