@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ssmd.model.plan import Mamba1, Mamba2, ShortConv
+from ssmd.runtime.protocol import FormTime
 from ssmd_wgpu import library
 from ssmd_wgpu.device import ALIGNMENT, SHADERS, Gpu, digest
 from ssmd_wgpu.op import Op
@@ -38,6 +39,7 @@ class Model:
         self.embed = list(self._ops.embedding())
         self._steps: dict[int, list[Op]] = {}
         self.step_s: dict[int, float] = {}  # what steps by kernels for so many streams took, where they were tried
+        self.form_times: list[FormTime] = []  # by which its tiling was chosen, if it was measured
         layers, head = range(len(plan.layers)), list(self._ops.head(self._logits, self._stride, 0))
         self._prefills = [
             [*self.embed, *(op for i in layers for op in self._ops.layer(i, 0, chunked=chunked)), *head]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ssmd.model.state import Part, State
 from ssmd.runtime.checked import CheckedProgram
 from ssmd.runtime.hoststate.graph import GraphError
-from ssmd.runtime.protocol import Logits, RuntimeUnavailable, StateLost
+from ssmd.runtime.protocol import FormTime, Logits, RuntimeUnavailable, StateLost
 from ssmd_wgpu.handles import Handles, WgpuHandle
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.slots import STREAMS
@@ -47,6 +47,9 @@ class WgpuProgram(CheckedProgram[WgpuHandle]):
     def step_cost(self, streams: int) -> float:
         model = self._loaded
         return super().step_cost(streams) if model is None else model.step_cost(streams)
+
+    def form_times(self) -> list[FormTime]:
+        return [] if self._loaded is None else self._loaded.form_times
 
     # steps of the contract
 

@@ -69,7 +69,10 @@ class WgpuRuntime:
             weights = Weights(artifact.file(WEIGHTS), parameters)
             tuning = tuned(gpu, plan, known, manifest.build)
             made = Model(gpu, plan, weights, manifest.buckets[-1], half, tuning.simplified)
-            return made if gpu.found.software else tried(made, tuning)  # what software adapters compute is tested
+            if not gpu.found.software:  # what software adapters compute is tested
+                made = tried(made, tuning)
+                made.form_times = tuning.form_times()
+            return made
 
         try:
             return WgpuProgram(model, manifest)

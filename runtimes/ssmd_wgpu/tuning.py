@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ssmd.machine.cache import BUILD, tunings
 from ssmd.model.plan import Mamba2
 from ssmd.runtime.hoststate.graph import GraphError
+from ssmd.runtime.protocol import FormTime
 from ssmd_wgpu import library
 from ssmd_wgpu.device import ALIGNMENT, SHADERS, Gpu, digest, shader
 from ssmd_wgpu.pack import VALUES, Format, blocks, format_of, is_matrix
@@ -65,6 +66,7 @@ fn main(@builtin(global_invocation_id) at: vec3<u32>) {
   for (var i = 0u; i < 8192u; i++) { s = fma(s, 0.999, 0.5); }
   Y[at.x % 1024u] = s;
 }"""
+_KINDS = {"one": "matvec", "several": f"rows of a thread, {STREAMS} streams,", "tiles": "matmul"}  # of a shape's times
 _AGREE = 1e-4  # of the largest value: a form that computes something else is no candidate
 
 
@@ -92,6 +94,22 @@ class Tuning:
         own = tuple((name, tuple(values[key] for key in OWN)) for name, values in shapes)
         return replace(t, rows_per_thread=2, ahead=1, rows_of_several=2, shapes=own)
 
+    def form_times(self) -> list[FormTime]:
+        """Return the times of the measured forms. A simplified tiling may have a form that was not measured."""
+        t, found = self.simplified, list[FormTime]()
+        for name, own in t.shapes:
+            row = self.table.get(name, {})
+            threads, rows, subgroups, units, of_several, tile, quads = own
+            chosen = {"one": _form(threads, rows, bool(subgroups), units), "several": str(of_several)}
+            chosen["tiles"] = f"{tile}/{quads}"
+            for key in (key for key in _KINDS if key in row):
+                kernel = f"{_KINDS[key]} {name}, {row['count']} in the model"
+                found += [FormTime(kernel, form, float(us), form == chosen[key]) for form, us in row[key].items()]
+        times = {key: us for key, us in self.table.get("mlp", {}).items() if key != "count"}
+        chosen_mlp = "fused" if t.fused else "apart"
+        found += [FormTime("MLP of a step", key, float(us), key == chosen_mlp) for key, us in times.items()]
+        return found
+
     def keep(self) -> None:
         if self.file is None:
             return
@@ -103,6 +121,11 @@ class Tuning:
             part.replace(self.file)
         except OSError as err:
             log.warning("the tiling could not be kept in %s (%s): it is measured at every start", self.file, err)
+
+
+def _form(threads: int, rows: int, subgroups: bool, units: int) -> str:
+    """Name a form of a matvec: threads of a row x rows of a thread, s with subgroups / units ahead."""
+    return f"{threads}x{rows}{'s' if subgroups else ''}/{units}"
 
 
 def tuned(gpu: Gpu, plan: PackedPlan, fmt: Format, build: str = "") -> Tuning:
@@ -174,7 +197,7 @@ def measured(gpu: Gpu, plan: PackedPlan, quantization: Format) -> Tuning:
         own[name] = (threads, rows_each, subgroups, units, of_several, tile, quads)
         table[name] = {
             "count": count,
-            "one": {f"{t}x{r}{'s' if s else ''}/{a}": round(1e6 * taken, 2) for (t, r, s, a), taken in one.items()},
+            "one": {_form(*key): round(1e6 * taken, 2) for key, taken in one.items()},
             "several": {str(key[1]): round(1e6 * taken, 2) for key, taken in several.items()},
             "tiles": {f"{t}/{q}": round(1e6 * taken, 1) for (t, q), taken in cuts.items()},
         }
@@ -395,6 +418,8 @@ def _read(file: Path, gpu: Gpu) -> Tuning | None:
             if form not in forms(gpu) or (t.tile, t.quads) not in tiles(gpu) or t.rows_of_several not in SEVERAL:
                 return None
         step_s = None if kept["step_s"] is None else {int(n): float(taken) for n, taken in kept["step_s"].items()}
-        return Tuning(tiling, dict(kept["table"]), int(kept["simpler"]), step_s, file)
+        known = Tuning(tiling, dict(kept["table"]), int(kept["simpler"]), step_s, file)
+        known.form_times()  # a table that makes no sense raises
+        return known
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,16 @@ def bench(
     repeats: Annotated[
         int, typer.Option(help="Rounds; each has every bucket once and 20 decode steps.", min=1, max=1000, metavar="N")
     ] = 5,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print the times by which the runtime chose its kernels on this device.")
+    ] = False,
+    retune: Annotated[
+        bool,
+        typer.Option(
+            "--retune",
+            help="Measure the kernels again first. If others are faster now, stored sessions resume `portable`.",
+        ),
+    ] = False,
     runtime: options.Runtime = None,
     device: options.Device = None,
     threads: options.Threads = None,
@@ -37,6 +48,7 @@ def bench(
     """
     from ssmd.config import Settings
     from ssmd.installed import resolve
+    from ssmd.machine.cache import tuned_anew
     from ssmd.model.artifact import Artifact
     from ssmd.model.made import is_made_here
     from ssmd.runtime.bench import bench as measure
@@ -48,7 +60,7 @@ def bench(
     loader = get_runtime(artifact.manifest.runtime)
     if not is_made_here(artifact.path, settings.data_dir):
         check_first_load(artifact, loader, settings.device)
-    with _shown() as progress:
+    with _shown() as progress, tuned_anew(artifact.manifest.build) if retune else nullcontext():
         report = measure(
             artifact,
             loader,
@@ -62,6 +74,8 @@ def bench(
         typer.echo(json.dumps(_fields(artifact, report), indent=1))
     else:
         _print(artifact, report)
+        if explain or retune:
+            _print_forms(report)
 
 
 @contextmanager
@@ -115,6 +129,7 @@ def _fields(artifact: Artifact, report: Report) -> dict[str, Any]:
             "most": report.most_resident_bytes,
             "together": report.resident_together_bytes,
         },
+        "forms": [vars(one) for one in report.form_times],
     }
 
 
@@ -155,3 +170,12 @@ def _print(artifact: Artifact, report: Report) -> None:
     typer.echo(f"a decode step takes {report.decode_per_read:.2f} x one read of the weights")
     typer.echo(f"state: {show_size(report.fixed_bytes)} and {report.token_bytes:,} bytes a token")
     typer.echo(f"memory: {loaded} when loaded, {most} at most, {several} with {report.together[-1].streams} streams")
+
+
+def _print_forms(report: Report) -> None:
+    """Print the forms of each kernel with their times, the chosen one first."""
+    if not report.form_times:
+        typer.echo("forms of kernels: none were measured; this runtime has one form for this device")
+    for kernel, times in groupby(report.form_times, key=lambda one: one.kernel):
+        found = sorted(times, key=lambda one: (not one.chosen, one.us))
+        typer.echo(f"{kernel}: " + ", ".join(f"{one.form}{'*' * one.chosen} {one.us:.2f} us" for one in found))

@@ -10,6 +10,8 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -82,6 +84,24 @@ def forget(build: str) -> None:
         else:
             with contextlib.suppress(OSError):
                 kept.unlink()
+
+
+@contextmanager
+def tuned_anew(build: str) -> Iterator[None]:
+    """Let runtimes measure a build's tilings again; those that were not measured again stay. Never raises."""
+    aside = list[tuple[Path, Path]]()
+    for kept in tunings().glob(f"{build[:BUILD]}*.json"):
+        with contextlib.suppress(OSError):
+            aside.append((kept, kept.replace(kept.with_suffix(".before"))))
+    try:
+        yield
+    finally:
+        for kept, before in aside:
+            with contextlib.suppress(OSError):
+                if kept.exists():
+                    before.unlink()
+                else:
+                    before.replace(kept)
 
 
 class CachedFile:

@@ -16,7 +16,7 @@ from ssmd.machine import processor
 from ssmd.machine.memory import most_resident, resident, return_big_blocks, trim
 from ssmd.model.artifact import REQUIRED, Artifact, Manifest
 from ssmd.model.state import State, StateSpec
-from ssmd.runtime.protocol import Handle, Program, Runtime
+from ssmd.runtime.protocol import FormTime, Handle, Program, Runtime, form_times
 from ssmd.runtime.weightread import WeightRead
 
 STREAMS = (4, 8)  # numbers of streams that are decoded together
@@ -87,6 +87,7 @@ class Report:
     resident_bytes: int | None  # after the load
     most_resident_bytes: int | None  # peak up to the end of the first round, before the memory for reads is allocated
     resident_together_bytes: int | None  # while the most streams are decoded together
+    form_times: tuple[FormTime, ...]  # by which the program chose its kernels on this device
 
     @property
     def decode_per_read(self) -> float:
@@ -155,6 +156,7 @@ def bench(
             resident_bytes=resident_bytes,
             most_resident_bytes=most_resident_bytes,
             resident_together_bytes=resident_together_bytes,
+            form_times=form_times(program),
         )
 
 

@@ -49,6 +49,16 @@ class Device:
     why_not: str = ""
 
 
+@dataclass(frozen=True)
+class FormTime:
+    """The time of one form of a kernel on this device. `chosen`: the program computes by it."""
+
+    kernel: str  # and the number of its like in the model
+    form: str
+    us: float
+    chosen: bool
+
+
 class Program(Protocol):
     """A loaded artifact on a device: prefill buckets plus decode. The implementation serialises calls."""
 
@@ -112,6 +122,12 @@ def prepare(program: Program) -> None:
     more = getattr(program, "prepare", None)  # a program from elsewhere may not have it
     if more is not None:
         more()
+
+
+def form_times(program: Program) -> tuple[FormTime, ...]:
+    """Return the times by which a program chose among forms of its kernels on this device; none if it measures none."""
+    found = getattr(program, "form_times", None)  # a program from elsewhere may not have it
+    return () if found is None else tuple(found())
 
 
 def check_threads(threads: int | None) -> None:

@@ -20,8 +20,10 @@ import tiny
 from conftest import TinyArtifacts
 from contract.driving import decode, started
 from daemon import daemon, whole_text
+from typer.testing import CliRunner
 
 from ssmd.build.builder import BuildError
+from ssmd.cli import app
 from ssmd.families.registry import family_of
 from ssmd.machine.cache import forget
 from ssmd.model.artifact import Artifact
@@ -643,6 +645,42 @@ def test_a_tiling_is_measured_once(small: Path, granite: Artifact, monkeypatch: 
     assert not list(small.iterdir())
 
 
+def test_bench_explains_its_forms_and_measures_anew(
+    small: Path, granite: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first load measures, `--retune` measures again; another adapter's tiling stays."""
+    alike = trial.alike  # whether these small forms agree in company depends on the one that is quickest here
+    monkeypatch.setattr(trial, "alike", lambda model: alike(model) or True)
+    command = ["bench", str(granite.path), "--repeats", "1", "--json", "--explain"]
+    first = CliRunner().invoke(app, command)
+    assert first.exit_code == 0, first.output
+    times = json.loads(first.stdout)["forms"]
+    kernels = {one["kernel"] for one in times}
+    plan = PackedPlan.open(granite.file("plan.json"))
+    for rows, columns, fmt, count in tuning.shapes_of(plan, "f32"):
+        assert f"matvec {products.shape(rows, columns, fmt)}, {count} in the model" in kernels
+    for kernel in kernels:
+        assert sum(one["chosen"] for one in times if one["kernel"] == kernel) == 1, kernel
+    [file] = small.iterdir()
+    other = file.with_name(f"{file.name[:24]}-0123456789abcdef.json")
+    other.write_text("another adapter's")
+    measured, counts = tuning.measured, list[int]()
+    monkeypatch.setattr(tuning, "measured", lambda *given: counts.append(1) or measured(*given))
+    again = CliRunner().invoke(app, [*command[:-2], "--retune"])
+    assert again.exit_code == 0, again.output
+    assert len(counts) == 1, "its second load reads them"
+    assert "matvec" in again.stdout
+    assert "* " in again.stdout
+    assert {one.name for one in small.iterdir()} == {file.name, other.name}
+    assert other.read_text() == "another adapter's"
+
+
+def test_bench_on_a_software_adapter_measured_no_forms(granite: Artifact) -> None:
+    done = CliRunner().invoke(app, ["bench", str(granite.path), "--repeats", "1", "--retune"])
+    assert done.exit_code == 0, done.output
+    assert "forms of kernels: none were measured" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["matvec", "product", "weights", "ssd_output"])
 def test_a_tiling_is_of_these_shaders(
     loaded: WgpuProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -670,6 +708,7 @@ def test_a_tiling_is_of_these_shaders(
         lambda kept: json.dumps({**kept, "tiling": {**kept["tiling"], "threads_per_row": 3}}),
         lambda kept: json.dumps({**kept, "tiling": {**kept["tiling"], "shapes": [["96x96 f32", [32, 2]]]}}),
         lambda kept: json.dumps({**kept, "step_s": 3}),
+        lambda kept: json.dumps({**kept, "table": {"96x96 f32": {"one": {"16x4/1": 3}}}}),
     ],
 )
 def test_a_tiling_that_makes_no_sense_is_measured_again(
