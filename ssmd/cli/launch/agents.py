@@ -25,6 +25,7 @@ class Target:
     key: str = field(repr=False)
     context: int | None  # tokens; None: without an end
     folder: str  # for files of this run
+    own: tuple[str, ...] = ()  # the user's arguments for the agent
 
     @property
     def window(self) -> int:
@@ -89,9 +90,10 @@ def leaves_room(tokens: int, context: int | None) -> bool:
 def _claude(target: Target, beginning: Beginning) -> Setup:
     """Keep the system prompt still: no attribution header, and cwd, date and git status behind it.
 
-    With --bare it takes its key from ANTHROPIC_API_KEY alone; otherwise it would ask the user about that one.
+    With --bare it takes its key from ANTHROPIC_API_KEY alone; otherwise it would ask the user about that one. Variables
+    in the user's settings.json win over the environment, and those of --settings over both.
     """
-    bare = "--bare" in beginning.arguments
+    bare = "--bare" in (*beginning.arguments, *target.own)
     key, other = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")[:: 1 if bare else -1]
     models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL")
     environment = {
@@ -103,8 +105,14 @@ def _claude(target: Target, beginning: Beginning) -> Setup:
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.window),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.output),
     }
-    arguments = (*beginning.arguments, "--exclude-dynamic-system-prompt-sections", "--model", target.model)
-    return Setup(arguments, environment, (other, "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"))
+    arguments = (
+        *beginning.arguments,
+        "--exclude-dynamic-system-prompt-sections",
+        *("--model", target.model, "--settings", f"{target.folder}/settings.json"),
+    )
+    unset = (other, "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX")
+    settings = {"env": {**environment, **dict.fromkeys(unset, "")}}
+    return Setup(arguments, environment, unset, {"settings.json": json.dumps(settings)})
 
 
 def _codex(target: Target, beginning: Beginning) -> Setup:
@@ -174,18 +182,19 @@ def _qwen(target: Target, beginning: Beginning) -> Setup:
     """Give the context's length in the file of defaults, which every other settings file of its overrides."""
     defaults = {"model": {"generationConfig": {"contextWindowSize": target.window}}}
     environment = {
-        "OPENAI_BASE_URL": f"{target.url}/v1",
         "OPENAI_API_KEY": target.key,
-        "OPENAI_MODEL": target.model,
         "QWEN_CODE_MAX_OUTPUT_TOKENS": str(target.output),
         "QWEN_CODE_SYSTEM_DEFAULTS_PATH": f"{target.folder}/defaults.json",
     }
-    arguments = (*beginning.arguments, "--auth-type", "openai", "--model", target.model)
-    return Setup(arguments, environment, files={"defaults.json": json.dumps(defaults)})
+    address = ("--auth-type", "openai", "--openai-base-url", f"{target.url}/v1", "--model", target.model)
+    return Setup((*beginning.arguments, *address), environment, files={"defaults.json": json.dumps(defaults)})
 
 
 def _aider(target: Target, beginning: Beginning) -> Setup:
-    """Leave its map of the repository, 1,024 tokens and more, out of a small context."""
+    """Leave its map of the repository, 1,024 tokens and more, out of a small context.
+
+    Its own variables win over the user's .aider.conf.yml.
+    """
     model = f"openai/{target.model}"
     limits = {
         "max_tokens": target.output,
@@ -197,10 +206,10 @@ def _aider(target: Target, beginning: Beginning) -> Setup:
     arguments = (
         *("--model", model, "--weak-model", model, "--editor-model", model),
         *("--model-metadata-file", f"{target.folder}/models.json", "--no-show-model-warnings"),
-        *("--no-check-update", "--analytics-disable"),
+        *("--no-check-update", "--no-show-release-notes", "--no-analytics"),
         *(() if target.window > SMALL else ("--map-tokens", "0")),
     )
-    environment = {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.key}
+    environment = {"AIDER_OPENAI_API_BASE": f"{target.url}/v1", "AIDER_OPENAI_API_KEY": target.key}
     return Setup(arguments, environment, files={"models.json": json.dumps({model: limits})})
 
 

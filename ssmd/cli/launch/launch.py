@@ -71,13 +71,14 @@ def launch(
     url = client.address.url
     assert url is not None  # as `_running` says
     if f"POST {chosen.path}" not in client.get("/v1", holds={"endpoints": [str]})["endpoints"]:
-        fail(f"the daemon at {url} does not serve {chosen.path}, which {agent} asks; update ssmd and restart it")
+        said = f"the daemon at {url} does not serve {chosen.path}, which {agent} asks; update ssmd and restart it"
+        _refuse(said, only_said=print_only)
     name, context = _model(client, chosen, model)
     own = arguments or []
     beginning = _beginning(chosen, context, own)
-    if not anyway and chosen.install is not None:
-        _check_room(client, agent, beginning, name, context)
-    target = Target(url, name, _key(settings, client), context, FOLDER)
+    if chosen.install is not None:
+        _check_room(client, agent, beginning, name, context, only_said=print_only or anyway)
+    target = Target(url, name, _key(settings, client), context, FOLDER, tuple(own))
     if print_only:
         for line in _printed(agent, chosen, chosen.setup(target if show_key else _hidden(target), beginning), own):
             typer.echo(line)
@@ -135,8 +136,17 @@ def _beginning(agent: Agent, context: int | None, own: Sequence[str]) -> Beginni
     return agent.beginning(context)
 
 
-def _check_room(client: Client, name: str, beginning: Beginning, model: str, context: int | None) -> None:
-    """End the command if the context has no room for what the agent sends. Warns if there is little."""
+def _refuse(why: str, *, only_said: bool) -> None:
+    """End the command with a reason. only_said: print it, and go on."""
+    if not only_said:
+        fail(why)
+    typer.echo(f"warning: {why}", err=True)
+
+
+def _check_room(
+    client: Client, name: str, beginning: Beginning, model: str, context: int | None, *, only_said: bool
+) -> None:
+    """End the command if the context has no room for what the agent sends. Warns if there is little, or `only_said`."""
     tokens = beginning.tokens
     if context is None or leaves_room(tokens, context):
         return
@@ -144,8 +154,8 @@ def _check_room(client: Client, name: str, beginning: Beginning, model: str, con
     if tokens < context:
         typer.echo(f"{said}: a conversation will be short", err=True)
         return
-    fits = _fitting(client, tokens)
-    fail(f"{said}; {fits or 'no model that ssmd knows has more'}; --anyway starts it all the same")
+    fits = _fitting(client, tokens) or "no model that ssmd knows has more"
+    _refuse(f"{said}; {fits}; --anyway starts it all the same", only_said=only_said)
 
 
 def _fitting(client: Client, tokens: int) -> str:
