@@ -164,19 +164,19 @@ def _fitting(client: Client, tokens: int) -> str:
     here = [one["id"] for one in listed if _is_a_model(one) and leaves_room(tokens, one.get("context_length"))]
     if here:
         return f"these have room: {', '.join(here)}"
-    rows = client.get("/ssmd/v1/catalog")["data"]
-    more = [row["name"] for row in rows if not row.get("base") and _catalogue_room(row, tokens)]
+    more = _pullable(tokens)
     return f"these can be pulled and have room: {', '.join(more)}" if more else ""
 
 
-def _catalogue_room(row: Mapping[str, Any], tokens: int) -> bool:
-    """Return True if a model of the catalogue has room on a runtime that is usable here."""
+def _pullable(tokens: int) -> list[str]:
+    """Name the chat models of the catalogue that have room for so many tokens on a runtime of the processor."""
+    from ssmd.api.own.pulls import BASE
     from ssmd.refit import catalog
     from ssmd.refit.graphfile import StrippedGraph
 
-    usable = [one["runtime"] for one in row["runtimes"] if one["usable"]]
-    graphs = [file for runtime in usable for file in catalog.files(runtime, row["name"])]
-    return any(leaves_room(tokens, StrippedGraph.open(file).header.tiers[-1]) for file in graphs)
+    graphs = [file for runtime in catalog.on_processor() for file in catalog.files(runtime)]
+    headers = [StrippedGraph.open(file).header for file in graphs]
+    return sorted({one.name for one in headers if leaves_room(tokens, one.tiers[-1])} - BASE)
 
 
 def _key(settings: Settings, client: Client) -> str:
