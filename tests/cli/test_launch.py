@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,8 @@ def test_signal_goes_to_the_agent(number: signal.Signals, place: Place) -> None:
             process.send_signal(number)
             assert process.wait(60) == 9
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert caught.read_text() == str(int(number))
     assert list((place.folder / "tmp").iterdir()) == []
 
@@ -301,6 +302,17 @@ def test_catalogue_is_named_where_no_model_has_room(artifacts: TinyArtifacts, tm
         assert "granite-4.0-h-350m" in pulled
         assert "smollm2" not in pulled, "its 8,192 tokens are not enough"
         assert "mamba2-130m" not in pulled, "it was not trained to answer"
+
+
+def test_list_has_each_agent_and_the_way_to_it(place: Place) -> None:
+    done = place.launch()
+    assert (done.returncode, done.stderr) == (0, "")
+    head, *rows = [line.split() for line in done.stdout.splitlines()]
+    assert head == ["agent", "sends", "at", "least", "measured", "here"]
+    assert [row[0] for row in rows] == list(AGENTS)
+    assert rows[0] == ["claude", "20,110", "1,180", "2.1.197", str(place.folder / "bin" / "claude")]
+    lost = place.launch(PATH="/nonexistent").stdout
+    assert "npm install -g @openai/codex" in lost
 
 
 # What is refused.

@@ -17,7 +17,7 @@ import typer
 
 from ssmd.cli import completion, options
 from ssmd.cli.launch.agents import AGENTS, Agent, Beginning, Setup, Target, leaves_room
-from ssmd.cli.output import USAGE, fail
+from ssmd.cli.output import USAGE, fail, lines
 from ssmd.machine.spelling import did_you_mean, printable
 
 if TYPE_CHECKING:
@@ -35,9 +35,11 @@ def agents(incomplete: str) -> list[str]:
 
 
 def launch(
-    agent: Annotated[str, typer.Argument(metavar="AGENT", help=NAMES, autocompletion=agents)],
+    agent: Annotated[
+        str | None, typer.Argument(metavar="AGENT", help=f"{NAMES}; none lists them.", autocompletion=agents)
+    ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGUMENT...]", help="What follows -- goes to the agent.")
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Behind --, for the agent.")
     ] = None,
     model: Annotated[
         str | None,
@@ -58,6 +60,10 @@ def launch(
     from ssmd.config import Settings
     from ssmd.daemon.client import Client
 
+    if agent is None:
+        for line in lines(_listed()):
+            typer.echo(line)
+        return
     chosen = AGENTS.get(agent)
     if chosen is None:
         fail(f"there is no agent {printable(agent)!r}{did_you_mean(agent, AGENTS) or f'; there are: {NAMES}'}", USAGE)
@@ -87,6 +93,17 @@ def launch(
     if beginning.without:
         typer.echo(f"{name} has a context of {context:,} tokens: {agent} starts without {beginning.without}", err=True)
     sys.exit(_run(program, chosen, target, beginning, own))
+
+
+def _listed() -> list[tuple[str, ...]]:
+    """Return a row for each agent: the tokens that it sends, with all tools and with fewest, and where it is."""
+    rows = [("agent", "sends", "at least", "measured", "here")]
+    for name, agent in AGENTS.items():
+        most, least = agent.beginnings[0].tokens, agent.beginnings[-1].tokens
+        here = "only printed, not run" if agent.install is None else shutil.which(agent.program) or agent.install
+        sends = (f"{most:,}", "" if least == most else f"{least:,}") if most else ("", "")
+        rows.append((name, *sends, agent.version, here))
+    return rows
 
 
 def _running(data_dir: Path) -> Any:
@@ -217,15 +234,15 @@ def _hidden(target: Target) -> Target:
 
 def _printed(name: str, agent: Agent, setup: Setup, own: Sequence[str]) -> list[str]:
     """Return the lines of --print: the files, and the command as a shell takes it."""
-    lines = [] if agent.install is not None else [f"# not run here: merge this into the settings of {name}"]
+    printed = [] if agent.install is not None else [f"# not run here: merge this into the settings of {name}"]
     for file, text in setup.files.items():
-        lines += [f"# {FOLDER}/{file}" if agent.install is not None else f"# {file}", text.rstrip("\n")]
+        printed += [f"# {FOLDER}/{file}" if agent.install is not None else f"# {file}", text.rstrip("\n")]
     unset = [f"-u {one}" for one in setup.unset]
     given = [f"{one}={shlex.quote(value)}" for one, value in setup.environment.items()]
     if agent.install is None:
-        return lines + [f"# in its environment: {one}" for one in given]
+        return printed + [f"# in its environment: {one}" for one in given]
     command = shlex.join([agent.program, *setup.arguments, *own])
-    return [*lines, " \\\n  ".join([" ".join(["env", *unset]), *given, command])]
+    return [*printed, " \\\n  ".join([" ".join(["env", *unset]), *given, command])]
 
 
 def _run(program: str, agent: Agent, target: Target, beginning: Beginning, own: Sequence[str]) -> int:
