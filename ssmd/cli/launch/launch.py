@@ -38,9 +38,7 @@ def launch(
     agent: Annotated[
         str | None, typer.Argument(metavar="AGENT", help=f"{NAMES}; none lists them.", autocompletion=agents)
     ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Behind --, for the agent.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Behind --, for the agent.")] = None,
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="Name of a model, or an alias.", autocompletion=completion.models),

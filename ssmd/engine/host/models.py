@@ -187,8 +187,8 @@ class ModelIndex:
             same = old is not None and old.id == id_ and old.found == one
             new = Model(id_, one, stamp, {**one.defaults, **self._defaults})
             self._models[id_] = old if old is not None and same else new
-        known = self._models.values()
-        self._names = frozenset(model.name for model in known).union(*(model.other_names for model in known))
+        all_ = self._models.values()
+        self._names = frozenset(model.name for model in all_).union(*(model.other_names for model in all_))
 
     def _choose(self, wanted: str, asked: str) -> Model:
         """Return the model of the name `wanted`, which a request `asked` for, perhaps by an alias. Raises Rejection."""
