@@ -260,6 +260,7 @@ def test_small_context_gets_fewer_tools(context: int | None, tokens: int, bare: 
     setup = claude.setup(target(context), beginning)
     assert ("--bare" in setup.arguments, "--tools" in setup.arguments) == (bare, tools)
     assert ("ANTHROPIC_API_KEY" in setup.environment) == bare, "with --bare it takes no other key"
+    assert bool(beginning.kept) == bool(beginning.arguments), "the user is told"
     assert int(setup.environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) <= (context or 32_768) // 4
 
 

@@ -55,12 +55,12 @@ class Setup:
 class Beginning:
     """The tokens that an agent sends before the user's words: system prompt and tools, measured once.
 
-    arguments: options that make the agent send this much. without: what it lacks then.
+    arguments: options that make the agent send this much. kept: the words for the user about that.
     """
 
     tokens: int
     arguments: tuple[str, ...] = ()
-    without: str = ""
+    kept: str = ""
 
 
 @dataclass(frozen=True)
@@ -272,9 +272,11 @@ AGENTS: Mapping[str, Agent] = {
         "2.1.197",
         (
             Beginning(20_110),
-            Beginning(3_140, ("--tools", "Bash,Read,Edit"), "all tools but Bash, Read and Edit"),
+            Beginning(3_140, ("--tools", "Bash,Read,Edit"), "with the tools Bash, Read and Edit alone"),
             Beginning(
-                1_180, ("--bare", "--tools", "Bash,Read,Edit"), "hooks, CLAUDE.md and tools but Bash, Read and Edit"
+                1_180,
+                ("--bare", "--tools", "Bash,Read,Edit"),
+                "with the tools Bash, Read and Edit alone, and with --bare",
             ),
         ),
         _claude,

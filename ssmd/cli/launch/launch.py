@@ -88,14 +88,14 @@ def launch(
             typer.echo(line)
         return
     assert program is not None
-    if beginning.without:
-        typer.echo(f"{name} has a context of {context:,} tokens: {agent} starts without {beginning.without}", err=True)
+    if beginning.kept:
+        typer.echo(f"{name} has a context of {context:,} tokens: {agent} starts {beginning.kept}", err=True)
     sys.exit(_run(program, chosen, target, beginning, own))
 
 
 def _listed() -> list[tuple[str, ...]]:
     """Return a row for each agent: the tokens that it sends, with all tools and with fewest, and where it is."""
-    rows = [("agent", "sends", "at least", "measured", "here")]
+    rows: list[tuple[str, ...]] = [("agent", "sends", "at least", "measured", "here")]
     for name, agent in AGENTS.items():
         most, least = agent.beginnings[0].tokens, agent.beginnings[-1].tokens
         here = "only printed, not run" if agent.install is None else shutil.which(agent.program) or agent.install
@@ -147,7 +147,7 @@ def _beginning(agent: Agent, context: int | None, own: Sequence[str]) -> Beginni
     """Return how much the agent is to send. A user that chooses tools gets no options beside."""
     options_of_ours = {one for beginning in agent.beginnings for one in beginning.arguments if one.startswith("-")}
     if options_of_ours & {argument.partition("=")[0] for argument in own}:
-        return replace(agent.beginnings[-1], arguments=(), without="")
+        return replace(agent.beginnings[-1], arguments=(), kept="")
     return agent.beginning(context)
 
 
