@@ -32,17 +32,23 @@ class Alias:
         return ANY not in self.pattern
 
     @cached_property
+    def _first(self) -> str:
+        return self._parts[0]
+
+    @cached_property
     def _parts(self) -> list[str]:
         return self.pattern.split(ANY)
 
     def fits(self, name: str) -> bool:
         """Return True if a name fits the pattern. Takes time in proportion to the name's length, whatever the stars."""
+        if not name.startswith(self._first):  # as of nearly every alias
+            return False
         first, *between = self._parts
         if not between:
             return name == first
         last = between.pop()
         at, end = len(first), len(name) - len(last)
-        if at > end or not (name.startswith(first) and name.endswith(last)):
+        if at > end or not name.endswith(last):
             return False
         for part in between:
             at = name.find(part, at, end)
