@@ -25,6 +25,7 @@ from ssmd.machine.settingsfile import read_settings
 from ssmd.machine.size import parse_size
 from ssmd.machine.spelling import did_you_mean, printable
 from ssmd.machine.variables import PREFIX, misspelt
+from ssmd.model import aliases
 from ssmd.model.defaults import Default, parse
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -160,6 +161,12 @@ class Settings(BaseSettings):
         description="sampling options for requests that leave them out, in place of the models' own, such as "
         "`temperature=0.7,top_p=0.9`",
     )
+    aliases: Names = Field(
+        (),
+        description="other names of installed models, as `NAME=MODEL`; `*` in a name stands for any text, the first "
+        "that fits counts, such as `claude-*=smollm2,*=smollm2`; in the file a table `[aliases]` "
+        "([http.md](http.md#aliases))",
+    )
     strict: bool = Field(
         False, description="refuse unknown fields of requests; otherwise they are ignored and listed in the answer"
     )
@@ -225,6 +232,16 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("aliases", mode="before")
+    @classmethod
+    def _aliases_are_texts(cls, value: Any) -> Any:
+        if isinstance(value, dict):  # the table of the settings file
+            for name, model in value.items():
+                if not isinstance(model, str) or "=" in name:
+                    raise ValueError(f'{printable(name)!r}: expected a line such as "claude-*" = "smollm2"')
+            return [f"{name}={model}" for name, model in value.items()]
+        return cls._split(value)
 
     @field_validator("quota", "memory_budget", mode="before")
     @classmethod
@@ -295,6 +312,11 @@ class Settings(BaseSettings):
         for one in value:
             parse(one)
         return value
+
+    @field_validator("aliases")
+    @classmethod
+    def _aliases_are_aliases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(str, aliases.parse(value)))
 
     @property
     def defaults(self) -> dict[str, Default]:

@@ -39,6 +39,7 @@ from ssmd.machine.descriptors import raise_limit
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.privatesocket import listen_privately
 from ssmd.machine.size import show_size
+from ssmd.model import aliases
 
 log = logging.getLogger(__name__)
 SWITCH_S = 0.0005  # longest time that one thread may keep another, such as the decoding one, from running
@@ -210,6 +211,11 @@ def serve(
         if browse and url is not None:
             threading.Thread(target=_open_page, args=(f"{url}/",), name="ssmd-browser", daemon=True).start()
 
+    for alias in aliases.parse(settings.aliases):
+        if host.shelf.preferred(alias.model) is None:
+            log.warning(
+                "the alias %s is in vain: no model %s can be used here; `ssmd list` names them", alias, alias.model
+            )
     server = _Server(config, host, first, ready)
     if host.writer is not None and settings.api_keys_file is not None:
         writer = host.writer

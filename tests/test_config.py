@@ -66,6 +66,34 @@ def test_models_lie_in_the_data_directory_unless_named(monkeypatch: pytest.Monke
     assert Settings(data_dir="relative").data_dir == Path.cwd() / "relative"
 
 
+def test_aliases_are_a_table_of_the_file_or_a_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = 'port = 1\n[aliases]\n"claude-*" = "granite"\n"gpt-5" = "smollm2@litert"\n"*" = "smollm2"\n'
+    monkeypatch.setenv("SSMD_CONFIG", str(write_file(tmp_path / "s.toml", text)))
+    assert Settings().aliases == ("claude-*=granite", "gpt-5=smollm2@litert", "*=smollm2")
+    monkeypatch.setenv("SSMD_ALIASES", "b = c, *=a")
+    assert Settings().aliases == ("b=c", "*=a")
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        ('"gpt-5" = 5', "'gpt-5': expected a line such as"),
+        ('"a=b" = "c"', "'a=b': expected a line such as"),
+        ('"*" = "a"\n"gpt-5" = "b"', "'gpt-5=b' would never be used: '*=a' comes first"),
+        ('"gpt 5" = "a"', "a name has 1 to 128 printable ASCII characters"),
+    ],
+)
+def test_wrong_alias_of_the_file_is_refused_at_start(
+    table: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = write_file(tmp_path / "s.toml", f"[aliases]\n{table}\n")
+    monkeypatch.setenv("SSMD_CONFIG", str(file))
+    said = refusal()
+    assert said.startswith(f"'aliases' in {file} = ")
+    assert why in said
+    assert "\n" not in said
+
+
 def test_lists_in_the_environment_are_comma_separated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSMD_ALLOWED_ORIGINS", "https://Chat.example:443/, http://[::1]:3000")
     assert Settings().allowed_origins == ("https://chat.example", "http://[::1]:3000")

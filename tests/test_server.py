@@ -151,6 +151,16 @@ def test_it_names_its_page_and_the_command(artifact: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_alias_of_a_missing_model_is_told_at_start(artifact: Path, tmp_path: Path) -> None:
+    with running(tmp_path, str(artifact), extra={"SSMD_ALIASES": "gpt-5=gone,*=llama"}) as (process, served):
+        body = {"model": "any", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        assert served.ask("POST", CHAT, body).json["model"] == "any"
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert err.count("is in vain") == 1
+    assert "the alias gpt-5=gone is in vain: no model gone can be used here; `ssmd list` names them" in err
+
+
 def test_a_crash_writes_no_memory_to_a_disk(artifact: Path, tmp_path: Path) -> None:
     """A core file would hold what was removed, and the daemon's token."""
     unlimited = (

@@ -59,6 +59,7 @@ class OwnUsage(Shape):
     ttft_ms: float
     tbt_ms: float | None
     context_left: int | None
+    model: str | None = None
     parted_at: int | None = None
     ignored: list[str] = []
     dropped: list[str] = []

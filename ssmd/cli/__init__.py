@@ -31,6 +31,7 @@ from ssmd.cli import (
     tray,
     verify,
 )
+from ssmd.cli.launch import launch
 from ssmd.cli.output import plain_errors
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 app.command("serve", short_help="Serve models to OpenAI clients.")(serve.serve)
 app.command("run")(run.run)
+app.command("launch", short_help="Start a coding agent that uses the daemon.")(launch.launch)
 app.command("ps")(daemon.ps)
 app.command("stop")(daemon.stop)
 app.command("logs")(daemon.logs)

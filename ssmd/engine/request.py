@@ -39,6 +39,7 @@ class Request:
     truncate: bool = False  # drop the oldest messages if there is no room for them
     key: ReplyKey | None = None  # recognises a repetition of this request
     client: str = ""  # all clients that wait take turns
+    model: str = ""  # the id of the model that it is for, to be named in its usage
     domain: Domain = EVERYBODY  # rows of the store that it can read, and the owner of its new session
     arrived: float | None = None  # perf_counter when it came, before it was read; None: when it is submitted
     load_ms: float = 0.0  # time that it waited for its model
@@ -123,11 +124,12 @@ class Usage:
     parted_at: int | None = None  # as in GenerationStore
     saved_tokens: int = 0  # prompt tokens that were fed and whose state is kept for later requests
     stop_strings: Sequence[str | None] = ()  # the one that ended each choice; empty if the request has none
+    model: str = ""  # as in the request
 
     @staticmethod
-    def of_nothing(session: str | None, load_ms: float) -> Usage:
+    def of_nothing(session: str | None, load_ms: float, model: str = "") -> Usage:
         """Return the usage of a request that was stopped before it was planned."""
-        return Usage(0, 0, 0, session, "none", False, 0.0, None, 0.0, 0.0, load_ms=load_ms, stopped=True)
+        return Usage(0, 0, 0, session, "none", False, 0.0, None, 0.0, 0.0, load_ms=load_ms, stopped=True, model=model)
 
 
 @dataclass(frozen=True)

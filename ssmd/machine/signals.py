@@ -7,8 +7,10 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 
 
 def on_hangup(do: Callable[[], None]) -> None:
@@ -52,3 +54,37 @@ def waking(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         finally:
             signal.set_wakeup_fd(before)
             loop.remove_reader(here)
+
+
+def run_in_front(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command with this process's terminal until it ends. Return its exit code; 128 + n if signal n ended it.
+
+    Signals that would end this process go to the command, which decides. A terminal's Ctrl-C comes to both, so that
+    one is not sent again. Raises OSError if the command cannot be started.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and has_terminal():
+            return
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
+
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    kept = {one: signal.getsignal(one) for one in numbers}
+    try:
+        for one, before in kept.items():
+            if before != signal.SIG_IGN:  # `nohup` ignores SIGHUP for the command, too
+                signal.signal(one, pass_on)
+        process = subprocess.Popen(command, env=dict(environment))
+        for number in early:
+            process.send_signal(number)
+        code = process.wait()
+    finally:
+        for one, before in kept.items():
+            signal.signal(one, before)
+    return code if code >= 0 else 128 - code

@@ -59,7 +59,7 @@ def test_clients_take_turns_at_reading() -> None:
 
 
 def reading(client: str) -> Any:
-    asked = SimpleNamespace(request=SimpleNamespace(client=client))
+    asked = SimpleNamespace(request=SimpleNamespace(client=client), started=0.0)
     return SimpleNamespace(asked=asked, progress=SimpleNamespace(admitted=0.0))
 
 

@@ -123,6 +123,7 @@ Read = Callable[
 def own_usage(usage: Usage, ignored: Sequence[str] = (), dropped: Sequence[str] = ()) -> dict[str, Any]:
     """Return ssmd's own usage fields, the same in any protocol, beyond the token counts. Times in ms."""
     return {
+        **({"model": usage.model} if usage.model else {}),
         "session": usage.session,
         "resume": usage.resume,
         "stored": usage.stored,

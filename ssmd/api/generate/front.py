@@ -191,7 +191,11 @@ class _Exchange:
             self.delivery.go_on()
         self.delivery.check()
         self._request = replace(
-            self._parsed.request, client=self._client, domain=self._caller.domain, arrived=self._arrived
+            self._parsed.request,
+            client=self._client,
+            model=self._parsed.model.id,
+            domain=self._caller.domain,
+            arrived=self._arrived,
         )
         return self._parsed
 
@@ -295,7 +299,8 @@ class _Exchange:
                 parsed = self.parsed
                 self._parsed = await self._run(lambda: parsed.told(engine.knows))
                 answering.followed = self._parsed.follow
-            mine = replace(answering.request, load_ms=(time.perf_counter() - self._asked) * 1e3)
+            load_ms = (time.perf_counter() - self._asked) * 1e3
+            mine = replace(answering.request, model=self.parsed.model.id, load_ms=load_ms)
             submit = partial(engine.submit_all, recallable=not self.parsed.background, wait=False)
             begun = None
             while begun is None:

@@ -84,7 +84,7 @@ class InFlightAnswer:
 
     def end_unbegun(self, load_ms: float) -> None:
         """Deliver an empty answer that was stopped before the engine had it. load_ms: time waited for the model."""
-        usage = Usage.of_nothing(self.request.session, load_ms)
+        usage = Usage.of_nothing(self.request.session, load_ms, self.request.model)
         stop: FinishReason = "stop"
         self.delivery.put(Finish((stop,) * self.request.choices, usage))
 

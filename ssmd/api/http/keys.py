@@ -219,6 +219,13 @@ def read_keys(file: Path) -> tuple[Key, ...]:
     return tuple(keys.values())
 
 
+def first_key(file: Path) -> str | None:
+    """Return the text of a file's first key that may generate; None if all are read-only. Raises SettingsError."""
+    read_keys(file)
+    lines = [line.split() for line in _read(file).split("\n")]
+    return next((line[1] for line in lines if len(line) == 2 and not line[0].startswith("#")), None)
+
+
 def _read(file: Path) -> str:
     """Return the text of a file that no other user can read or write. Raises SettingsError."""
     try:

@@ -41,7 +41,7 @@ def _read(host: Host, sorting: Fields, truncate: bool, keep_volatile: bool, fiel
         dropped=None if keep_volatile else dropped,
     )
     ignored = (*ignored, *sorting.named(unread), *sorting.not_enforced(not_enforced(request)))
-    name = model.id if "@" in body.model else model.name
+    name = model.named(body.model)
     written = partial(ChatAnswer, name, model.manifest.build, request.n)
     return ParsedRequest(
         model,

@@ -62,7 +62,7 @@ def _read(host: Host, sorting: Fields, fields: dict[str, Any]) -> ParsedRequest:
     body = read_completion(fields)
     model = host.shelf.find(body.model)
     request = to_raw_request(body, model.manifest.vocabulary, model.defaults)
-    name = model.id if "@" in body.model else model.name
+    name = model.named(body.model)
     written = partial(CompletionAnswer, name, model.manifest.build, announced=bool(body.background))
     return ParsedRequest(
         model,

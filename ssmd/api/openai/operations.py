@@ -97,7 +97,8 @@ _COMPLETION = RequestBody(
 _GENERATES = BODY | GENERATION
 _MODELS = (
     "the served models: one for each name, and one for each of several runtimes. The context is `context_length`, "
-    "`max_model_len` and `meta.n_ctx`, the names that clients look for"
+    "`max_model_len` and `meta.n_ctx`, the names that clients look for. [Aliases](#aliases) that are a single name "
+    "follow"
 )
 
 OPERATIONS = (

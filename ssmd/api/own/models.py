@@ -32,7 +32,10 @@ class Models:
         self._host, self._pool = on.host, on.pool
 
     async def listing(self, request: Request) -> JSONResponse:
-        """List a model for each name, which stands for the fastest usable runtime, and one for each of its runtimes."""
+        """List a model for each name, which stands for the fastest usable runtime, and one for each of its runtimes.
+
+        Aliases follow that are a single name: some clients look for their name in the list.
+        """
         return JSONResponse({"object": "list", "data": await self._run(request, self._listed)})
 
     async def one(self, request: Request) -> JSONResponse:
@@ -40,7 +43,7 @@ class Models:
 
         def entry() -> dict[str, Any]:
             model = self._host.shelf.find(asked)
-            return _entry(model.id if "@" in asked else model.name, model)
+            return _entry(model.named(asked), model)
 
         return JSONResponse(await self._run(request, entry))
 
@@ -73,7 +76,7 @@ class Models:
         return JSONResponse(self._host.row(model))
 
     async def _find(self, request: Request) -> Model:
-        return await self._run(request, lambda: self._host.shelf.find(request.path_params["model"]))
+        return await self._run(request, lambda: self._host.shelf.installed(request.path_params["model"]))
 
     async def _run(self, request: Request, work: Callable[[], T]) -> T:
         """Run work that looks at the disk in a thread, when it is the client's turn."""
@@ -89,7 +92,7 @@ class Models:
             entries.append(_entry(name, first or mine[0]))
             if len(mine) > 1:
                 entries += [_entry(model.id, model) for model in mine]
-        return entries
+        return [*entries, *(_entry(alias, model) for alias, model in shelf.aliases())]
 
 
 def _entry(id_: str, model: Model) -> dict[str, Any]:
@@ -105,6 +108,7 @@ def _entry(id_: str, model: Model) -> dict[str, Any]:
         "owned_by": "ssmd",
         **_context(manifest.context, manifest.vocabulary),
         "ssmd": {
+            "model": model.id,
             "family": manifest.family,
             "runtime": manifest.runtime,
             "device_class": manifest.device_class,

@@ -29,7 +29,7 @@ from ssmd.runtime.info import target_for, target_of, targets
 
 RETRY_AFTER_S = 30
 # Base models: they continue a text, were not made to answer, and have no chat template.
-_BASE = frozenset({"mamba-130m", "mamba2-130m"})
+BASE = frozenset({"mamba-130m", "mamba2-130m"})
 # The purpose of each model, from its own card.
 _ABOUT = {
     "falcon-h1-0.5b-instruct": "chat, several languages",
@@ -142,7 +142,7 @@ def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             here = any(target_for(m.runtime, m.device_class) == target for m in mine)
             row = {"runtime": runtime, "installed": here, "usable": problem is None, "problem": problem}
             made.append(row | {"bytes": _bytes(name, runtime)})
-        about = {"about": _ABOUT.get(name), "base": name in _BASE}
+        about = {"about": _ABOUT.get(name), "base": name in BASE}
         entries.append({"name": name, "family": family, "origin": origin, **about, "runtimes": made})
     return entries
 

@@ -69,13 +69,17 @@ class FairShare:
         return chosen
 
     def in_turn(self, reading: Sequence[Generation]) -> list[Generation]:
-        """Order the prefilling requests so that clients alternate: least recently served first."""
+        """Order the prefilling requests so that clients alternate: least recently served first.
 
-        def since(g: Generation) -> float:
+        Of one client's requests the older come first. An agent asks for a title beside its real request: the title's
+        prompt is short, so it is planned sooner, and would be prefilled first.
+        """
+
+        def turn(g: Generation) -> tuple[float, float]:
             known = self._credit.get(g.asked.request.client)
-            return (g.progress.admitted or 0.0) if known is None else known[1]
+            return g.asked.started if known is None else known[1], g.asked.started
 
-        return sorted(reading, key=since)
+        return sorted(reading, key=turn)
 
     def may_read(self, g: Generation, decoding: Sequence[Generation], more_wait: bool) -> bool:
         """Return True if a piece of this prompt may be prefilled now, beside the answers under way.

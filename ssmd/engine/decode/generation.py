@@ -226,6 +226,7 @@ class Generation:
             parted_at=self.kept.parted_at,
             saved_tokens=max(0, progress.saved - cached_tokens) if stored and progress.choices else 0,
             stop_strings=[choice.stop_string for choice in progress.choices] if asked.request.stop else (),
+            model=asked.request.model,
         )
 
     def count_first_token(self, metrics: ModelMetrics) -> None:

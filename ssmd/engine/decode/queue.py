@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 
@@ -20,7 +21,8 @@ _TIMED = 32  # latest requests that left the queue, from which its speed is esti
 class Queue:
     """Requests that wait for the worker. Thread-safe.
 
-    Round robin by client: a client with many requests does not delay the others. In a full queue, a client with few
+    Round robin by client: a client with many requests does not delay the others. Of one client's requests the one that
+    came first is next, even if it was planned later. In a full queue, a client with few
     requests gets the place of the newest request of the client with the most.
 
     draining: new requests are refused. closing: the worker is to stop.
@@ -58,7 +60,7 @@ class Queue:
                 last = self._waiting[most][-1]
                 last.progress.error = self._full()
                 self._give_up(last)
-            self._waiting.setdefault(client, deque()).append(generation)
+            insort(self._waiting.setdefault(client, deque()), generation, key=_came)
             self._count += 1
             self.unfinished += 1
             self._changed.notify_all()
@@ -186,6 +188,11 @@ class Queue:
             return RETRY_AFTER_S
         each_s = (time.monotonic() - taken[0]) / len(taken)
         return min(_MOST_RETRY_AFTER_S, max(1, math.ceil(each_s * self._limit / _PART_FREE)))
+
+
+def _came(generation: Generation) -> float:
+    """Return when a request came, in seconds of perf_counter."""
+    return generation.asked.started
 
 
 def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> Rejection:

@@ -210,7 +210,7 @@ class Loader:
         ahead = 0  # bytes that earlier models in the queue wait for
         for hosted in wanted:
             try:
-                model = self._shelf.find(hosted.model.id)
+                model = self._shelf.installed(hosted.model.id)
                 if hosted.is_loaded and not (hosted.leaving or hosted.model is not model):
                     self._loaded(hosted)
                     return

@@ -6,13 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
 from ssmd.engine.terms import Rejection
 from ssmd.installed import InstalledModel, ModelError, choose_installed, is_for, read
-from ssmd.machine.spelling import meant, printable
+from ssmd.machine.spelling import MOST_CHARS, meant, nearest, printable
 from ssmd.model import defaults
+from ssmd.model.aliases import ANY, Alias, parse
 from ssmd.model.artifact import MANIFEST, Manifest
 from ssmd.model.defaults import Defaults
 
@@ -40,6 +42,21 @@ class Model:
         """Return its name, which the same model for other runtimes shares."""
         return self.found.name
 
+    def named(self, asked: str) -> str:
+        """Return its name in an answer, to a request for the name `asked`: an alias as it was asked, else its own."""
+        name, at, _ = asked.partition("@")
+        if name == self.name:
+            return self.id if at else name
+        return self.name if not at and name in self.other_names else asked
+
+    @cached_property
+    def other_names(self) -> frozenset[str]:
+        """Return further names that requests may use: its manifest's, and those of its folders."""
+        if self.found.manifest is None:
+            return frozenset()
+        path = self.path.resolve()
+        return frozenset((self.manifest.name, path.name, path.parent.name))
+
     @property
     def path(self) -> Path:
         """Return its folder."""
@@ -62,7 +79,8 @@ class ModelIndex:
     """Finds models by name. From any thread.
 
     runtime, device: settings of the daemon, as `choose_installed` takes them. defaults: sampling options that override
-    those of every model.
+    those of every model. aliases: other names of models; the first that fits counts, and only for a name that no model
+    has.
 
     The folders are looked at anew for each call. Unchanged models are not read again.
     """
@@ -73,12 +91,15 @@ class ModelIndex:
         runtime: str = "auto",
         device: str | None = None,
         defaults: Defaults = MappingProxyType({}),
+        aliases: Sequence[Alias] = (),
     ) -> None:
         self._places, self._runtime, self._device, self._defaults = places, runtime, device, defaults
+        self._aliases = tuple(aliases)
         self._lock = threading.Lock()
         self._seen: dict[tuple[str, Path], tuple[Stamp | None, InstalledModel]] = {}
         self._looked = 0.0
         self._models: dict[str, Model] = {}
+        self._names: frozenset[str] = frozenset()  # of all models, the other ones too
         self._chosen: dict[str, Model] = {}
         self._avoided: dict[Model, float] = {}  # and until when, monotonic seconds
 
@@ -89,16 +110,40 @@ class ModelIndex:
             return list(self._models.values())
 
     def find(self, asked: str) -> Model:
-        """Return the model for a request: of several runtimes the fastest that is usable here. Raises Rejection."""
+        """Return the model for a client's request, which may name it by an alias.
+
+        Of several runtimes it is the fastest that is usable here. Raises Rejection.
+        """
+        return self._find(asked, self._aliases)
+
+    def installed(self, asked: str) -> Model:
+        """Return the model as `find` does, but by its own name alone: a change must not hit another one."""
+        return self._find(asked, ())
+
+    def aliases(self) -> list[tuple[str, Model]]:
+        """List the aliases that are a single name, with their models, in the written order. Those in vain are left out.
+
+        Raises Rejection if the folder of models cannot be read.
+        """
+        with self._lock:
+            self._look()
+            exact = [alias for alias in self._aliases if alias.is_exact and alias.pattern not in self._names]
+        found = [(alias.pattern, self.preferred(alias.model)) for alias in exact]
+        return [(name, model) for name, model in found if model is not None]
+
+    def _find(self, asked: str, aliases: Sequence[Alias]) -> Model:
         with self._lock:
             self._look()
             if any(until < time.monotonic() for until in self._avoided.values()):
                 self._avoided, self._chosen = {}, {}
-            if asked in self._models:
-                return self._models[asked]
-            if asked not in self._chosen:
-                self._chosen[asked] = self._choose(asked)
-            return self._chosen[asked]
+            name = asked
+            if aliases and asked.partition("@")[0] not in self._names:
+                name = next((alias.model for alias in aliases if alias.fits(asked)), asked)
+            if name in self._models:
+                return self._models[name]
+            if name not in self._chosen:
+                self._chosen[name] = self._choose(name, asked)
+            return self._chosen[name]
 
     def avoid(self, model: Model) -> None:
         """Let names avoid a model that failed to load for AVOID_S, if they fit another one."""
@@ -107,9 +152,9 @@ class ModelIndex:
             self._chosen = {}
 
     def preferred(self, name: str) -> Model | None:
-        """Return the result of `find`; None if no model of that name can be used here."""
+        """Return the result of `installed`; None if no model of that name can be used here."""
         try:
-            return self.find(name)
+            return self.installed(name)
         except Rejection:
             return None
 
@@ -142,23 +187,35 @@ class ModelIndex:
             same = old is not None and old.id == id_ and old.found == one
             new = Model(id_, one, stamp, {**one.defaults, **self._defaults})
             self._models[id_] = old if old is not None and same else new
+        all_ = self._models.values()
+        self._names = frozenset(model.name for model in all_).union(*(model.other_names for model in all_))
 
-    def _choose(self, asked: str) -> Model:
-        name, at, which = asked.partition("@")
+    def _choose(self, wanted: str, asked: str) -> Model:
+        """Return the model of the name `wanted`, which a request `asked` for, perhaps by an alias. Raises Rejection."""
+        name, at, which = wanted.partition("@")
         everything = list(self._models.values())
         found = [model for model in everything if model.name == name]
         if not found and not at:  # the manifest's own name, or a folder's
-            found = [m for m in everything if m.found.manifest is not None and name in _other_names(m)]
+            found = [m for m in everything if name in m.other_names]
         if at:
             found = [m for m in found if m.found.manifest is not None and which and _is_for(m, which)]
         if not found:
-            raise self._unknown(asked)
+            raise self._unknown(asked) if wanted == asked else self._in_vain(asked, wanted)
         found = [model for model in found if model not in self._avoided] or found
         try:
             chosen = choose_installed([model.found for model in found], device=self._device)
         except ModelError as err:
-            raise unusable_model(asked, str(err)) from err
+            raise unusable_model(wanted, str(err)) from err
         return next(model for model in found if model.found is chosen)
+
+    def _in_vain(self, asked: str, wanted: str) -> Rejection:
+        """Build the error for an alias whose model is not installed."""
+        names = sorted({model.name for model in self._models.values()})
+        message = (
+            f"Model not found: '{printable(asked)}' is an alias for {printable(wanted)}, which is not installed here; "
+            f"install that, or name an installed model in the setting aliases: {', '.join(names) or 'none is'}"
+        )
+        return Rejection(message, status=404, code="model_not_found", param="model")
 
     def _unknown(self, asked: str) -> Rejection:
         names = sorted({model.name for model in self._models.values()})
@@ -172,6 +229,8 @@ class ModelIndex:
         if at and not hint and (others := [id_ for id_, model in self._models.items() if model.name == name]):
             hint = f"did you mean {' or '.join(others)}? "
         message = f"Model not found: there is no model '{printable(asked)}' here; {hint}{there}"
+        if names and name not in self._names and _can_be_an_alias(asked):
+            message += f"; to serve one by this name, add {asked}={nearest(asked, names) or names[0]} to SSMD_ALIASES"
         return Rejection(message, status=404, code="model_not_found", param="model")
 
 
@@ -190,9 +249,12 @@ def _is_for(model: Model, which: str) -> bool:
     return model.path.name == which or is_for(model.manifest, which)
 
 
-def _other_names(model: Model) -> tuple[str, ...]:
-    path = model.path.resolve()
-    return model.manifest.name, path.name, path.parent.name
+def _can_be_an_alias(name: str) -> bool:
+    """Return True if the setting takes this name, and a message has room for it."""
+    try:
+        return len(name) <= MOST_CHARS and ANY not in name and bool(parse([f"{name}=model"]))
+    except ValueError:
+        return False
 
 
 def _stamp(path: Path) -> Stamp | None:

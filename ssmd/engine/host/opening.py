@@ -21,6 +21,7 @@ from ssmd.installed import places, resolve
 from ssmd.machine.memory import available
 from ssmd.machine.progress import announce
 from ssmd.machine.size import show_size
+from ssmd.model import aliases
 from ssmd.model.artifact import Artifact, read_manifest
 from ssmd.model.checked import CheckedArtifacts
 from ssmd.model.made import is_made_here
@@ -84,9 +85,9 @@ def start_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool)
     )
     try:
         for name in (*settings.preload, *settings.pin):
-            shelf.find(name)
+            shelf.installed(name)
         for name in settings.pin:
-            host.pin(shelf.find(name), True)
+            host.pin(shelf.installed(name), True)
     except BaseException:
         close_host(host)
         raise
@@ -96,7 +97,7 @@ def start_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool)
     def load_all() -> None:
         try:
             for name in names:
-                host.load(shelf.find(name)).result().release()
+                host.load(shelf.installed(name)).result().release()
             first.set_result(None)
         except BaseException as err:
             first.set_exception(err)
@@ -116,11 +117,13 @@ def close_host(host: Host) -> None:
 
 
 def _shelf(settings: Settings, model: str | None) -> ModelIndex:
+    others = aliases.parse(settings.aliases)
     if model is None:
-        return ModelIndex(partial(places, settings.models_dir), settings.runtime, settings.device, settings.defaults)
+        where = partial(places, settings.models_dir)
+        return ModelIndex(where, settings.runtime, settings.device, settings.defaults, others)
     path = resolve(model, settings.models_dir, settings.runtime, settings.device)
     place = read_manifest(path).name, path
-    return ModelIndex(lambda: [place], device=settings.device, defaults=settings.defaults)
+    return ModelIndex(lambda: [place], device=settings.device, defaults=settings.defaults, aliases=others)
 
 
 class Opener:
