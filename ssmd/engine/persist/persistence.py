@@ -337,13 +337,18 @@ class _PrefixStore(_TurnStore):
             super().end(choice)
 
     def commit(self, choices: Sequence[Choice], done: Finish, then: Then) -> None:
-        found, kept, told = self._prompt.found, self._checkpoints, partial(then, False, False)
+        found, kept = self._prompt.found, self._checkpoints
+
+        def told(written: bool) -> None:
+            self.states_kept = written
+            then(False, False)
+
         self._checkpoints, self._parent = [], (None, 0)
         if self._keeps and (kept or found is not None):
             used = None if found is None else found.id
             self._by._writer.keep(kept, used, told, sealed=self._seal is not None)
         else:
-            told()
+            told(False)
         self._let_go(read=bool(choices))
 
     def rerender(self) -> None:
