@@ -70,8 +70,8 @@ def system(*blocks: str) -> tuple[Message, tuple[BlockEnd, ...]]:
 
 def tokens(engine: OwnEngine, *messages: Message) -> int:
     """The tokens up to the end of the last message's text."""
-    prompt = engine._planner.plan(Request(messages))
-    other = engine._planner.plan(Request((*messages[:-1], Message(messages[-1].role, messages[-1].content + " and on"))))
+    longer = Message(messages[-1].role, messages[-1].content + " and on")
+    prompt, other = (engine._planner.plan(Request((*messages[:-1], last))) for last in (messages[-1], longer))
     pairs = zip(prompt.ids.own.tolist(), other.ids.own.tolist(), strict=False)
     return next(i for i, (a, b) in enumerate(pairs) if a != b)
 

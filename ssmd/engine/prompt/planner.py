@@ -63,7 +63,7 @@ class Prompt:
     cut: int  # messages left out after the system prompt
     heard: Mapping[str, Sequence[Message]]  # by turn id: the client's copy of turns that were found altered
     reread: Callable[[], Prompt]  # builds the prompt from the request's messages alone, if stored data fail
-    # Ids of beginnings that other prompts may share: up to the ends of tools, of a system prompt's blocks, of marked ones.
+    # Ids of beginnings that other prompts may share: up to the ends of tools, of system blocks, and of marked blocks.
     parts: tuple[int, ...] = ()
 
 
