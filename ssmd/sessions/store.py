@@ -293,14 +293,14 @@ class Store:
 
     @contextmanager
     def parts(
-        self, checkpoint_id: int, spec: StateSpec, sealed: SealedLine | None = None
+        self, checkpoint_id: int, spec: StateSpec, sealed: SealedLine | None = None, *, end: int | None = None
     ) -> Iterator[tuple[int, Iterator[Part]]]:
-        """Open (position, parts) of a checkpoint's state, for Program.fill. sealed: the ids of a sealed one.
+        """Open (position, parts) of a checkpoint's state, for Program.fill. sealed, end: as of `read_parts`.
 
         The parts belong together only if all of them were read without a StoreError.
         """
         with self.reading() as connection:
-            position, parts = read_parts(connection, checkpoint_id, spec, sealed)
+            position, parts = read_parts(connection, checkpoint_id, spec, sealed, end=end)
             with closing(parts):  # a thread reads ahead: it must be done with the connection, however this ends
                 yield position, parts
 

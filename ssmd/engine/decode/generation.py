@@ -276,7 +276,7 @@ class Generation:
             phase = "decode"
         else:
             phase = "prefill" if p.handle is not None or self.kept.ready() else "restoring"
-        kept = 0 if prompt.found is None else prompt.found.position
+        kept = 0 if prompt.found is None else prompt.found.start
         return {
             "id": self.asked.id,
             "session": self.asked.session,

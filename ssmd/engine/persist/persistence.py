@@ -157,7 +157,7 @@ class _TurnStore(GenerationStore):
         prompt = asked.prompt
         parted, apart = by._seen.parted(asked.request.domain.owner, prompt.ids)
         self.parted_at = parted if apart else None
-        first, last = 0 if prompt.found is None else prompt.found.position, len(prompt.ids) - 1
+        first, last = 0 if prompt.found is None else prompt.found.start, len(prompt.ids) - 1
         recurrent, ends, wanted = by._recurrent_nbytes > 0, (prompt.system, last), (parted, *prompt.parts)
         # The positions inside the prompt at which its state is kept.
         self._inside = positions.inside(first, last, wanted, by._cell, recurrent=recurrent, ends=ends)
@@ -194,7 +194,7 @@ class _TurnStore(GenerationStore):
                 self._held = found.id
                 self._by._writer.hold(found.id)
         exact = found.is_exact(self._by._build, self._by._program.producer)
-        return RestoredState(loaded.handle, found.position, "exact" if exact else "portable", self._prompt)
+        return RestoredState(loaded.handle, found.start, "exact" if exact else "portable", self._prompt)
 
     def discard(self) -> None:
         if self._restoring is not None:

@@ -16,6 +16,7 @@ from ssmd.engine.prompt.rendering import RenderedPrompt, Renderer, alike
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Rejection, too_long
 from ssmd.model.artifact import Manifest
+from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.line import NOTHING, Line, Passage
@@ -88,6 +89,8 @@ class Planner:
         self._manifest = manifest
         self._context = program.context
         self._vocabulary = program.vocabulary
+        self._rows_alone = not program.spec.recurrent
+        self._cell = buckets.grid(program.buckets)
         self._tokenizer = tokenizer
         self._renderer = Renderer(manifest, tokenizer, template, program.context, program.vocabulary)
         self._store = store
@@ -262,6 +265,8 @@ class Planner:
                 ids, stem = stored.reach(shown.ids, shown.stem, 0)
                 shown = replace(shown, ids=ids, stem=stem)
             found, ids, stem = stored.resume(self.scope, shown.ids, shown.stem, session)
+            if found is not None and self._rows_alone:
+                found = stored.lengthen(self.scope, found, ids, self._cell)
             ids, stem = stored.reach(ids, stem, len(ids) - request.sampling.counted(len(ids)))
         except StoreError as err:
             log.warning("stored tokens cannot be used, the conversation is read again: %s", err)
