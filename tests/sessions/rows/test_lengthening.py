@@ -83,6 +83,21 @@ def test_rows_of_other_owners_are_not_seen(tmp_path: Path) -> None:
     assert longest(chat, ids, Domain("ben", ("ben",))) is None
 
 
+@pytest.mark.parametrize(
+    "theirs", ["checkpoint SET owner = 'anna' WHERE position = 124", "turn SET owner = 'anna' WHERE id = 't1'"]
+)
+def test_what_others_grew_from_a_shared_state_is_not_seen(chat: Chat, theirs: str) -> None:
+    ids, ben = ids_with_other_end(chat, 90), Domain("ben", ("ben", ""))
+    before = longest(chat, ids, ben)
+    assert before is not None
+    assert before.start == 88
+    with chat.store.writing() as connection:
+        connection.exec_driver_sql(f"UPDATE {theirs}")
+    after = longest(chat, ids, ben)
+    assert after is not None
+    assert (after.position, after.longer) == (23, None)
+
+
 def test_an_altered_turn_tells_no_ids(chat: Chat) -> None:
     with chat.store.writing() as connection:
         connection.exec_driver_sql("UPDATE turn SET ids = x'00000000' WHERE id = 't1'")
