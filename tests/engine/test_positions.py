@@ -139,6 +139,26 @@ def test_rows_are_cut_to_what_a_prompt_shares(engine: OwnEngine, control: OwnEng
     assert same(again, ask(control, asked))
 
 
+def test_an_edit_below_an_answer_gives_the_bits_of_today(
+    engine: OwnEngine, sparse: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state that fits ends an answer, off the grid. The control reads from there on."""
+    begun = ask(engine, user("Who is there?"), max_tokens=5)
+    said = [user("Who is there?"), Message("assistant", begun.text)]
+    ask(engine, *said, user(NUMBERS))
+    draw = random.Random(5)
+    for _ in range(6):
+        end = draw.randrange(len(NUMBERS) // 3, len(NUMBERS))
+        asked = [*said, user(f"{NUMBERS[:end]} {draw.choice('xyz')} and then {draw.random()}")]
+        monkeypatch.setattr(engine._planner, "_rows_alone", True)
+        cut = ask(engine, *asked, store=False)
+        monkeypatch.setattr(engine._planner, "_rows_alone", False)
+        control = ask(engine, *asked, store=False)
+        assert cut.usage.cached_tokens >= control.usage.cached_tokens + CELL // 2
+        assert cut.usage.cached_tokens % CELL == 0
+        assert same(cut, control)
+
+
 def test_a_longer_state_that_is_damaged_serves_no_prompt(
     engine: OwnEngine, control: OwnEngine, sparse: None, store: Store
 ) -> None:
