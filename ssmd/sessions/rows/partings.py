@@ -52,8 +52,8 @@ class _Whole:
 def read_partings(connection: Connection, turns: Sequence[Turn]) -> Mapping[str, Parting]:
     """Return where the prompts of these turns differ from earlier ones, by turn.
 
-    A prompt is compared with the turn that it continues. If it goes on from that one, it is compared with the earlier
-    turns that do so too, or begin a conversation too, down to the turn with which it shares most.
+    A prompt is compared with the turn that it continues. If it goes on from there, it is compared with earlier turns
+    beside it: those that go on from there too, or begin a conversation too. The one that shares most counts.
     Left out are turns that go on from all these, and those whose text is not stored.
     """
     reader = _Reader(connection, turns)
