@@ -71,6 +71,7 @@ function Cost({usage}) {
     `${count(cached)} of ${many(usage.prompt_tokens, "token")} from cache`,
     `first token ${ms(own.ttft_ms)}`,
     own.tbt_ms ? `${(1000 / own.tbt_ms).toFixed(0)} tokens/s` : null,
+    own.parted_at ? `differs from an earlier prompt after ${many(own.parted_at, "token")}` : null,
   ];
   return html`<span class="cost">${told.filter(Boolean).join(" · ")}</span>`;
 }

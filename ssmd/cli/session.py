@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -21,6 +22,7 @@ from ssmd.machine.spelling import json_text
 
 if TYPE_CHECKING:
     from ssmd.sessions.fsck.repair import CheckReport
+    from ssmd.sessions.rows.partings import Parting
     from ssmd.sessions.rows.retention import CollectionResult
     from ssmd.sessions.store import Store
     from ssmd.sessions.turn import Session, Turn
@@ -160,14 +162,23 @@ def _row(session: Session) -> list[str]:
 
 
 @app.command("show")
-def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
+def show(
+    session_id: Id,
+    why: Annotated[
+        bool, typer.Option("--why", help="Also where each prompt differs from an earlier one, and so was read anew.")
+    ] = False,
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
     """Show a session and the conversation that leads to its current turn."""
     with open_store(data_dir) as store:
         session = read_session(store, session_id)
         path = store.path(session.head)
         everything = store.turns(session.id) if as_json else []
+        partings = store.partings(everything or path) if why else {}
     if as_json:
-        turns = [_turn(t) for t in everything]
+        parted = {t.id: {"parting": asdict(partings[t.id]) if t.id in partings else None} for t in everything}
+        turns = [_turn(t) | (parted[t.id] if why else {}) for t in everything]
         typer.echo(json_text(_summary(session) | {"tree": turns}, 1))
         return
     branches = f", {session.turns - len(path)} on other branches" if session.turns > len(path) else ""
@@ -176,10 +187,25 @@ def show(session_id: Id, data_dir: options.DataDir = None, as_json: options.Json
     model = plain(session.info.model)
     typer.echo(f"{session.id}  {model}  {len(path)} turns{branches}{imported}{owner}, {_size(session.nbytes)}")
     for turn in path:
+        if why:
+            typer.echo(f"\n{turn.id}: {_why(turn, partings.get(turn.id))}")
         for message in turn.messages:
             typer.echo(f"\n{message.role}: {_shown(message)}")
         cut = "" if turn.complete else "  [cut off]"
         typer.echo(f"\n{turn.answer.role}: {_shown(turn.answer)}{cut}")
+
+
+def _why(turn: Turn, parting: Parting | None) -> str:
+    """Describe where a turn's prompt differs from an earlier one."""
+    tokens = f"a prompt of {turn.prompt_tokens} tokens"
+    if parting is None:
+        return f"{tokens}; it {'goes on from the turn above' if turn.parent else 'differs from no earlier one'}"
+    others = plain(parting.turn if parting.session == turn.session else f"{parting.turn} of {parting.session}")
+    place = f"{tokens}; the first {parting.position} are those of {others}"
+    if not parting.here and not parting.there:
+        return f"{place}, then the same words have other tokens"
+    before, here, there = (json_text(text)[1:-1] for text in (parting.before, parting.here, parting.there))
+    return f'{place}\n  here:  "…{before}|{here}…"\n  there: "…{before}|{there}…"'
 
 
 @app.command("rename")

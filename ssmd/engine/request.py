@@ -14,7 +14,7 @@ from ssmd.model.defaults import OPTIONS
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.reply import ReplyKey
 from ssmd.text.calls.tool_choice import AUTO, ToolChoice
-from ssmd.text.messages import Message, ToolCall
+from ssmd.text.messages import BlockEnd, Message, ToolCall
 from ssmd.text.template import NOTHING_MORE, TemplateInput
 
 Resume = Literal["exact", "portable", "none"]
@@ -44,6 +44,8 @@ class Request:
     arrived: float | None = None  # perf_counter when it came, before it was read; None: when it is submitted
     load_ms: float = 0.0  # time that it waited for its model
     given: TemplateInput = NOTHING_MORE  # input of the template beside the messages
+    blocks: tuple[BlockEnd, ...] = ()  # of system prompts, and marked ones, in the order of the conversation
+    marked_tools: int = 0  # tools up to the last one that is marked; 0: none is
     grammar: Grammar | None = None  # of the answer
     raw: Raw | None = None  # the prompt as it is, text or ids, in place of messages
     more: tuple[Raw, ...] = ()  # further raw prompts; their choices are numbered after those of the first

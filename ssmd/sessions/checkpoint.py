@@ -48,6 +48,14 @@ class StoredCheckpoint:
     origin: str | None
     linked: bool = True  # False for one that may belong to no turn: a commit of another request may remove it
     seal: Seal | None = None  # with which it was sealed
+    # A checkpoint that grew from this one with other ids at its end, and how many of its rows serve: more than
+    # `position`. Only for states that are rows alone.
+    longer: tuple[int, int] | None = None
+
+    @property
+    def start(self) -> int:
+        """Return the position from which a prompt is fed."""
+        return self.position if self.longer is None else self.longer[1]
 
     def is_exact(self, build: str, producer: str) -> bool:
         """Return True if a program of this build and producer computes the very bits of this state.

@@ -25,6 +25,7 @@ from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, joined
 from ssmd.sessions.rows.checkpoints import CheckpointResult
 from ssmd.sessions.rows.faults import DiskFull, disk_full
+from ssmd.sessions.rows.partings import Parting, read_partings
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.sealing import SealedLine
@@ -292,14 +293,14 @@ class Store:
 
     @contextmanager
     def parts(
-        self, checkpoint_id: int, spec: StateSpec, sealed: SealedLine | None = None
+        self, checkpoint_id: int, spec: StateSpec, sealed: SealedLine | None = None, *, end: int | None = None
     ) -> Iterator[tuple[int, Iterator[Part]]]:
-        """Open (position, parts) of a checkpoint's state, for Program.fill. sealed: the ids of a sealed one.
+        """Open (position, parts) of a checkpoint's state, for Program.fill. sealed, end: as of `read_parts`.
 
         The parts belong together only if all of them were read without a StoreError.
         """
         with self.reading() as connection:
-            position, parts = read_parts(connection, checkpoint_id, spec, sealed)
+            position, parts = read_parts(connection, checkpoint_id, spec, sealed, end=end)
             with closing(parts):  # a thread reads ahead: it must be done with the connection, however this ends
                 yield position, parts
 
@@ -378,6 +379,11 @@ class Store:
         with self.reading() as connection:
             session_rows.session_row(connection, session_id, self.domain)
             return turn_rows.read_tree(connection, session_id)
+
+    def partings(self, turns: Sequence[Turn]) -> Mapping[str, Parting]:
+        """Return where the prompts of turns differ from earlier ones of the same owner, by turn (`read_partings`)."""
+        with self.reading() as connection:
+            return read_partings(connection, turns)
 
     def usages(self, session_id: str) -> dict[str, Mapping[str, Any]]:
         """Return the usage of each answer of a session, by turn, as far as it is still kept."""

@@ -113,3 +113,12 @@ class Message:
         if self.role != "assistant" or self.content.strip() == echo.content.strip():
             return True
         return THINK_END not in echo.content or self.reasoning == echo.reasoning
+
+
+@dataclass(frozen=True)
+class BlockEnd:
+    """The end of one of the blocks that a client's message has: a place at which later prompts may differ."""
+
+    message: int  # its index in the conversation
+    characters: int | None  # of the message's content up to there; None: the message's end
+    marked: bool  # the client asks to cache up to there (`cache_control`)

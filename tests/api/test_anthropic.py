@@ -280,6 +280,41 @@ def test_what_is_kept_of_a_prompt_is_counted(tiny: Daemon, paying: None) -> None
     assert begun["cache_creation_input_tokens"] > 50
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_kept_of_an_unstored_prompt_is_counted(tiny: Daemon, paying: None, stream: bool) -> None:
+    """Its text is not stored, but its state is."""
+    asked: Fields = {"store": False, "prompt_cache_retention": "24h", "stream": stream}
+
+    def usage(**fields: Any) -> Fields:
+        answer = ask(tiny, user(f"Sealed {stream}: {LONG}"), said="x", **{**asked, **fields})
+        if not stream:
+            return message_of(answer)["usage"]  # type: ignore[no-any-return]
+        events = events_of(answer)
+        begun, done = events[0]["message"]["usage"], events[-2]["usage"]
+        assert all(done[name] == begun[name] for name in begun if name != "output_tokens")
+        return done  # type: ignore[no-any-return]
+
+    first = usage()
+    assert (first["cache_creation_input_tokens"], first["input_tokens"]) == (total(first) - 1, 1)
+    again = usage()
+    assert again["cache_read_input_tokens"] == first["cache_creation_input_tokens"]
+    unkept = usage(prompt_cache_retention="none", system="Otherwise.")
+    assert unkept["cache_creation_input_tokens"] == 0
+
+
+def test_blocks_in_front_of_a_change_are_not_read_again(tiny: Daemon, paying: None) -> None:
+    """A block of the system prompt, and a marked one of the user's message."""
+
+    def usage(project: str, question: str) -> Fields:
+        document = text(f"Document: {LONG}", cache_control={"type": "ephemeral"})
+        asked = user([document, text(question)])
+        return message_of(ask(tiny, asked, said="x", system=[text(f"Blocks: {LONG}"), text(project)]))["usage"]  # type: ignore[no-any-return]
+
+    first = usage("One.", "Why?")
+    assert usage("Two.", "Why?")["cache_read_input_tokens"] > total(first) / 2 - 2 * 64
+    assert usage("One.", "How?")["cache_read_input_tokens"] > total(first) - 2 * 64
+
+
 FORMS: dict[str, tuple[Any, Any, Any]] = {  # of the same system prompt, question and answer
     "strings": ("Be short.", LONG, "It rains."),
     "blocks": ([text("Be short.")], [text(LONG)], [text("It rains.")]),

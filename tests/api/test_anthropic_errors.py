@@ -23,7 +23,7 @@ from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Rejection, too_long
-from ssmd.text.messages import Message
+from ssmd.text.messages import BlockEnd, Message
 
 Fields = dict[str, Any]
 KEY = "a-key-of-anthropics"
@@ -197,6 +197,36 @@ def test_marks_and_unread_fields_of_blocks() -> None:
     found = read_conversation([text("s", cache_control=mark)], [user(blocks), again, user("b")], ignored)
     assert found == read_conversation("s", [user("abcd"), {"role": "assistant", "content": "x"}, user("b")])
     assert ignored == {"messages.content.citations", "messages.id"}
+
+
+def test_the_ends_of_blocks_are_read() -> None:
+    """All within a system prompt, and the marked ones of other messages. Left out blocks do not count."""
+    marked = {"cache_control": {"type": "ephemeral"}}
+    calls = [{"type": "tool_use", "id": name, "name": "f", "input": {}} for name in "ab"]
+    results = [{"type": "tool_result", "tool_use_id": name, "content": "ok"} for name in "ab"]
+    conversation = [
+        user([text("doc", **marked), text("question")]),
+        {"role": "assistant", "content": [text("x"), calls[0], {**calls[1], **marked}]},
+        user([results[0], {**results[1], **marked}, text("and", **marked)]),
+    ]
+    header = "x-anthropic-billing-header: cc_version=1.2; cch=abc;"
+    system = [text(header), text("One."), text("Two.", **marked), text(""), text("Three.", **marked)]
+    blocks = list[BlockEnd]()
+    found = read_conversation(system, conversation, None, set(), blocks)
+    assert [m.role for m in found] == ["system", "user", "assistant", "tool", "tool", "user"]
+    assert blocks == [
+        BlockEnd(0, len("One."), marked=False),
+        BlockEnd(0, len("One.\n\nTwo."), marked=True),
+        BlockEnd(0, None, marked=True),
+        BlockEnd(1, 3, marked=True),
+        BlockEnd(2, None, marked=True),
+        BlockEnd(4, None, marked=True),
+        BlockEnd(5, None, marked=True),
+    ]
+    tools = [{"name": name, "input_schema": {}} for name in "abc"]
+    served = {"type": "web_search_20250305", "name": "web_search", **marked}
+    assert request(tools=[served, tools[0], {**tools[1], **marked}, tools[2]]).marked_tools == 2
+    assert request(tools=tools).marked_tools == 0
 
 
 @pytest.mark.parametrize(

@@ -450,7 +450,7 @@ def test_with_tools_an_answer_is_a_call_or_fits_its_format(tiny: Daemon, form: s
 
 def test_what_is_left_of_messages_is_named(tiny: Daemon) -> None:
     scripted(tiny, "Yes.")
-    message = {"role": "user", "content": "Hm?", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": "Hm?", "annotations": ["x"], "cache_control": {"type": "ephemeral"}}
     answer = tiny.chat(messages=[message], logit_bias={}, max_tokens=5)
-    assert answer.json["usage"]["ssmd"]["ignored"] == ["messages.cache_control"]
-    assert answer.headers["x-ssmd-ignored"] == "messages.cache_control"
+    assert answer.json["usage"]["ssmd"]["ignored"] == ["messages.annotations"]
+    assert answer.headers["x-ssmd-ignored"] == "messages.annotations"

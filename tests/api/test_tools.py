@@ -12,8 +12,9 @@ from api.test_chat_body import HELLO, read, refused
 from conftest import TinyArtifacts
 from daemon import Daemon, daemon, quiet
 
+from ssmd.api.openai.chat_body import read_chat, to_request
 from ssmd.api.openai.messages import read_messages
-from ssmd.text.messages import Message, ToolCall
+from ssmd.text.messages import BlockEnd, Message, ToolCall
 from ssmd.text.template import NOTHING_MORE, TemplateInput
 
 Fields = dict[str, Any]
@@ -120,9 +121,43 @@ def test_what_clients_put_into_messages_refuses_nothing() -> None:
         "thinking_blocks": [{"thinking": "t"}],
     }
     assert read_messages([*dressed, plain[1]], ignored) == read_messages([*plain, plain[1]])
-    names = ("cache_control", "id", "opts", "timestamp", "provider_specific_fields", "prefix", "thinking_blocks")
+    names = ("id", "opts", "timestamp", "provider_specific_fields", "prefix", "thinking_blocks")
     assert ignored == {f"messages.{name}" for name in names}
     assert asked({"role": "assistant", "content": None, "refusal": "No."}, *HELLO)[1].content == "No."
+
+
+def test_the_ends_of_marked_parts_are_read() -> None:
+    """OpenRouter's clients mark parts, litellm's also messages and tools. Other values are ignored by name."""
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+    def part(said: str, **fields: object) -> Fields:
+        return {"type": "text", "text": said, **fields}
+
+    ignored, blocks = set[str](), list[BlockEnd]()
+    messages = [
+        {"role": "system", "content": [part("Rules."), part("Größe.", **mark), part("Now.")]},
+        {"role": "user", "content": [part("A document.", **mark), part("A question?", cache_control={"type": "x"})]},
+        {"role": "assistant", "content": [part("Yes.", **mark)]},
+        {"role": "user", "content": "Go on.", **mark},
+    ]
+    read_messages(messages, ignored, None, blocks)
+    assert blocks == [
+        BlockEnd(0, 6, marked=False),
+        BlockEnd(0, 12, marked=True),
+        BlockEnd(1, 11, marked=True),
+        BlockEnd(2, None, marked=True),
+        BlockEnd(3, None, marked=True),
+    ]
+    assert ignored == {"messages.content.cache_control"}
+
+
+def test_a_mark_of_a_tool_is_no_text_for_the_model() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    plain = [{"type": "function", "function": {"name": name}} for name in "abc"]
+    marked = [plain[0] | mark, {"type": "function", "function": {"name": "b", **mark}}, plain[2]]
+    found = to_request(read_chat({"model": "tiny", "messages": HELLO, "tools": marked}), 1000)
+    assert found.given == to_request(read_chat({"model": "tiny", "messages": HELLO, "tools": plain}), 1000).given
+    assert found.marked_tools == 2
 
 
 @pytest.mark.parametrize("name", ["mcp:server/tool", "a.b", "my tool", "größe", "<|im_end|>", "x" * 256])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from engine.test_engine import Answer, Asked, ask, user
 from engines import OwnEngine
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from ssmd.engine.persist import persistence, positions
 from ssmd.engine.persist import writer as writer_module
@@ -22,7 +22,7 @@ from ssmd.runtime.protocol import Program
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, anchor
 from ssmd.sessions.rows.checkpoints import SHARE
-from ssmd.sessions.rows.schema import checkpoint
+from ssmd.sessions.rows.schema import checkpoint, segment
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 from ssmd.text.template import TemplateInput
@@ -110,6 +110,77 @@ def test_rows_alone_are_kept_at_the_first_time(engine: OwnEngine, loaded: tuple[
     first, second = (ask(engine, with_clock(minute), user("Who is there?")) for minute in range(2))
     assert second.usage.cached_tokens == second.usage.parted_at
     assert first.usage.cached_tokens == 0
+
+
+@pytest.fixture
+def sparse(loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of a prompt's first cell and of its end alone, as far apart as in a long one."""
+    if loaded[1].spec.recurrent:
+        pytest.skip("a recurrent state cannot be cut")
+    monkeypatch.setattr(positions, "inside", lambda first, *_, **__: [CELL] if first < CELL else [])
+
+
+NUMBERS = " ".join(str(n) for n in range(100))
+
+
+def test_rows_are_cut_to_what_a_prompt_shares(engine: OwnEngine, control: OwnEngine, sparse: None) -> None:
+    """The first time, from the rows of a longer state, with the same bits."""
+    first = ask(engine, user(NUMBERS))
+    assert first.usage.prompt_tokens > 4 * CELL
+    for share in (0.9, 0.7, 0.5, 0.3):
+        asked = user(NUMBERS[: int(share * len(NUMBERS))] + " and then I stopped, as it was late.")
+        answer = ask(engine, asked)
+        assert answer.usage.resume == "exact"
+        assert answer.usage.cached_tokens % CELL == 0
+        assert answer.usage.cached_tokens >= share * first.usage.prompt_tokens - 2 * CELL
+        assert same(answer, ask(control, asked))
+    again = ask(engine, asked)
+    assert again.usage.cached_tokens == again.usage.prompt_tokens - 1, "what grew from cut rows is whole"
+    assert same(again, ask(control, asked))
+
+
+def test_an_edit_below_an_answer_gives_the_bits_of_today(
+    engine: OwnEngine, sparse: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state that fits ends an answer, off the grid. The control reads from there on."""
+    begun = ask(engine, user("Who is there?"), max_tokens=5)
+    said = [user("Who is there?"), Message("assistant", begun.text)]
+    ask(engine, *said, user(NUMBERS))
+    draw = random.Random(5)
+    for _ in range(6):
+        end = draw.randrange(len(NUMBERS) // 3, len(NUMBERS))
+        asked = [*said, user(f"{NUMBERS[:end]} {draw.choice('xyz')} and then {draw.random()}")]
+        monkeypatch.setattr(engine._planner, "_rows_alone", True)
+        cut = ask(engine, *asked, store=False)
+        monkeypatch.setattr(engine._planner, "_rows_alone", False)
+        control = ask(engine, *asked, store=False)
+        assert cut.usage.cached_tokens >= control.usage.cached_tokens + CELL // 2
+        assert cut.usage.cached_tokens % CELL == 0
+        assert same(cut, control)
+
+
+def test_a_longer_state_that_is_damaged_serves_no_prompt(
+    engine: OwnEngine, control: OwnEngine, sparse: None, store: Store
+) -> None:
+    """The state before it does."""
+    ask(engine, user(NUMBERS))
+    assert engine.writer is not None
+    engine.writer.flush()
+    with store.writing() as connection:
+        last = connection.scalars(select(segment.c.id).where(segment.c.first == CELL)).first()
+        connection.execute(update(segment).where(segment.c.id == last).values(data=b"x" * 64))
+    asked = user(NUMBERS[: len(NUMBERS) // 2] + " and then I stopped.")
+    answer = ask(engine, asked)
+    assert answer.usage.cached_tokens == CELL
+    assert same(answer, ask(control, asked))
+
+
+def test_rows_of_other_owners_are_not_cut(engine: OwnEngine, sparse: None) -> None:
+    anna, ben = Domain("anna", ("anna",)), Domain("ben", ("ben",))
+    ask(engine, user(NUMBERS), domain=anna)
+    asked = user(NUMBERS[: len(NUMBERS) * 3 // 4] + " and then I stopped.")
+    assert ask(engine, asked, domain=ben).usage.cached_tokens == 0
+    assert ask(engine, asked, domain=anna).usage.cached_tokens > 2 * CELL
 
 
 def test_a_long_prompt_leaves_a_widening_grid(

@@ -10,12 +10,14 @@ from ssmd.api.anthropic.conversation import read_conversation
 from ssmd.api.http.body import Id, brief, validate
 from ssmd.api.openai.chat_body import AnswerBody, GenerationBody, Stops, generation, without_refused
 from ssmd.api.openai.fields import OTHERS, Neutral
+from ssmd.api.openai.messages import is_marked
 from ssmd.api.openai.structured import of_schema
 from ssmd.api.openai.tools import MAX_TOOLS, checked_tools, tool_of
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.model.defaults import MAX_INT, Defaults
 from ssmd.text.calls.tool_choice import AUTO, ToolChoice
+from ssmd.text.messages import BlockEnd
 from ssmd.text.template import NOTHING_MORE, TemplateInput
 
 LONGEST_NAME = 128  # characters of a tool's name
@@ -70,8 +72,9 @@ def to_request(
     vocabulary: number of token ids. defaults: the model's, for options that the body leaves out. unread: takes the
     names of fields that are ignored. truncate: the default of `truncation`. dropped: as of `read_conversation`.
     """
-    messages = read_conversation(body.system, body.messages, unread, dropped)
-    tools = _read_tools(body.tools, unread)
+    blocks: list[BlockEnd] = []
+    messages = read_conversation(body.system, body.messages, unread, dropped, blocks)
+    tools, marked = _read_tools(body.tools, unread)
     variables, budget = _read_thinking(body.thinking, unread)
     shared = {name: value for name, value in body if name in GenerationBody.model_fields}
     asked = GenerationBody.model_construct(**shared, stop=body.stop_sequences)
@@ -82,6 +85,8 @@ def to_request(
         session=body.session,
         truncate=truncate if body.truncation is None else body.truncation == "auto",
         given=TemplateInput(tools, variables) if tools or variables else NOTHING_MORE,
+        blocks=tuple(blocks),
+        marked_tools=marked,
         grammar=_read_form(body, request.grammar, unread),
         thinking_budget=budget,
         tool_choice=_read_choice(body.tool_choice, tools, unread),
@@ -93,15 +98,18 @@ def variables_of(body: MessagesBody) -> dict[str, str]:
     return {"thinking": _THINKS} if isinstance(body.thinking, dict) and body.thinking.get("type") == "enabled" else {}
 
 
-def _read_tools(value: Any, unread: set[str]) -> tuple[Mapping[str, Any], ...]:
-    """Read the tools as functions. Those that Anthropic's own servers run are left out, and named."""
+def _read_tools(value: Any, unread: set[str]) -> tuple[tuple[Mapping[str, Any], ...], int]:
+    """Read the tools as functions, and count those up to the last marked one.
+
+    Those that Anthropic's own servers run are left out, and named.
+    """
     if value is None:
-        return ()
+        return (), 0
     if not isinstance(value, list):
         _wrong("tools", "must be a list of tools", value)
     if len(value) > MAX_TOOLS:
         _wrong("tools", f"must be at most {MAX_TOOLS} tools", len(value))
-    found = []
+    found, marked = [], 0
     for i, tool in enumerate(value):
         where = f"tools[{i}]"
         if not isinstance(tool, dict):
@@ -116,7 +124,8 @@ def _read_tools(value: Any, unread: set[str]) -> tuple[Mapping[str, Any], ...]:
         function = {"name": name, "description": description, "parameters": schema, "strict": strict}
         found.append(tool_of({"function": function}, where, longest=LONGEST_NAME))
         unread.update(f"tools.{brief(one)[1:-1]}" for one in tool if one not in _TOOL + _HINTS)
-    return checked_tools(found, "tools")
+        marked = len(found) if is_marked(tool) else marked
+    return checked_tools(found, "tools"), marked
 
 
 def _read_choice(value: Any, tools: tuple[Mapping[str, Any], ...], unread: set[str]) -> ToolChoice:

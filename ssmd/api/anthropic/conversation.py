@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from ssmd.api.http.body import brief
-from ssmd.api.openai.messages import MAX_CALL_CHARS, MAX_CALLS, MAX_IGNORED
+from ssmd.api.openai.messages import MAX_CALL_CHARS, MAX_CALLS, MAX_IGNORED, is_marked
 from ssmd.engine.terms import Rejection
-from ssmd.text.messages import THINK, THINK_END, Message, ToolCall
+from ssmd.text.messages import THINK, THINK_END, BlockEnd, Message, ToolCall
 from ssmd.text.volatile import without_volatile
 
 _ROLES = ("user", "assistant", "system")
@@ -31,16 +32,21 @@ Blocks = Sequence[tuple[str, dict[str, Any], str]]  # (type, block, place)
 
 
 def read_conversation(
-    system: Any, messages: Any, ignored: set[str] | None = None, dropped: set[str] | None = None
+    system: Any,
+    messages: Any,
+    ignored: set[str] | None = None,
+    dropped: set[str] | None = None,
+    blocks: list[BlockEnd] | None = None,
 ) -> tuple[Message, ...]:
     """Read the system prompt and the messages. Raises Rejection whose param is a path like messages[2].content[0].
 
     ignored: takes the names of ignored fields, like messages.content.citations. dropped: takes the names of known
-    volatile text, which is left out of system prompts; None: all stays.
+    volatile text, which is left out of system prompts; None: all stays. blocks: takes the ends of system prompts'
+    blocks and of marked ones, in order.
     """
     if not isinstance(messages, list) or not messages:
         _wrong("messages", "must be a list of at least one message", messages)
-    reader = _Reader(set() if ignored is None else ignored, dropped)
+    reader = _Reader(set() if ignored is None else ignored, dropped, [] if blocks is None else blocks)
     found = [] if system is None else list(reader.system(system, "system"))
     for i, entry in enumerate(messages):
         found += reader.message(entry, f"messages[{i}]")
@@ -52,21 +58,33 @@ def read_conversation(
 
 
 class _Reader:
-    """Reads messages one after the other. ignored, dropped: as in read_conversation."""
+    """Reads messages one after the other. ignored, dropped, blocks: as in read_conversation."""
 
-    def __init__(self, ignored: set[str], dropped: set[str] | None) -> None:
-        self._ignored, self._dropped = ignored, dropped
+    def __init__(self, ignored: set[str], dropped: set[str] | None, blocks: list[BlockEnd]) -> None:
+        self._ignored, self._dropped, self._ends = ignored, dropped, blocks
         self._calls: set[str] = set()  # ids of the calls so far
+        self._number = 0  # index of the next message
 
     def system(self, content: Any, where: str) -> Iterator[Message]:
         """Read a system prompt. Its blocks become paragraphs of one message. An empty prompt gives no message."""
         if isinstance(content, str):
             text = self._stable(content)
         else:
-            blocks = self._blocks(content, where, ("text",))
-            text = _BETWEEN.join(filter(None, (self._stable(_text(block, at)) for _, block, at in blocks)))
+            text = ""
+            for _, block, at in self._blocks(content, where, ("text",)):
+                if more := self._stable(_text(block, at)):
+                    text += _BETWEEN + more if text else more
+                    self._ends.append(BlockEnd(self._number, len(text), is_marked(block)))
         if text:
-            yield Message("system", text)
+            yield self._next(Message("system", text))
+
+    def _next(self, message: Message) -> Message:
+        """Count a message, and name the end of its last block as the message's own."""
+        last = self._ends[-1] if self._ends else None
+        if last is not None and (last.message, last.characters) == (self._number, len(message.content)):
+            self._ends[-1:] = [replace(last, characters=None)] if last.marked else []
+        self._number += 1
+        return message
 
     def _stable(self, text: str) -> str:
         """Return a block of a system prompt without known volatile text."""
@@ -92,11 +110,11 @@ class _Reader:
         if role == "system":
             yield from self.system(content, at)
         elif isinstance(content, str):
-            yield Message(role, content)
+            yield self._next(Message(role, content))
         elif role == "user":
             yield from self._said(content, at)
         else:
-            yield self._answered(content, at)
+            yield self._next(self._answered(content, at))
 
     def _said(self, content: Any, where: str) -> Iterator[Message]:
         """Read a user's blocks: the results of calls, each a message, and the texts before, between and after them."""
@@ -104,21 +122,31 @@ class _Reader:
         if not blocks:
             _wrong(where, "must be a string or a list of at least one block", content)
         texts: list[str] = []
+        length = 0
         for kind, block, at in blocks:
             if kind == "text":
                 texts.append(_text(block, at))
+                length += len(texts[-1])
+                self._mark(block, length)
                 continue
             if texts:
-                yield Message("user", "".join(texts))
-                texts = []
-            yield self._result(block, at)
+                yield self._next(Message("user", "".join(texts)))
+                texts, length = [], 0
+            self._mark(block, None)
+            yield self._next(self._result(block, at))
         if texts:
-            yield Message("user", "".join(texts))
+            yield self._next(Message("user", "".join(texts)))
+
+    def _mark(self, block: dict[str, Any], characters: int | None) -> None:
+        if is_marked(block):
+            self._ends.append(BlockEnd(self._number, characters, marked=True))
 
     def _answered(self, content: Any, where: str) -> Message:
         """Read an assistant's blocks: reasoning, text and calls. The text around calls is one text."""
         blocks = self._blocks(content, where, ("text", "tool_use", "thinking", "redacted_thinking"))
         text = "".join(_text(block, at) for kind, block, at in blocks if kind == "text")
+        for _, block, _ in blocks:
+            self._mark(block, None)
         calls = tuple(_call(block, at) for kind, block, at in blocks if kind == "tool_use")
         ids = {call.id for call in calls}
         if len(calls) > MAX_CALLS or len(ids) < len(calls):

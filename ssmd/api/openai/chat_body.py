@@ -16,13 +16,14 @@ from ssmd.api.http.body import WHOLE, Id, StrictModel, brief, validate
 from ssmd.api.openai.fields import OTHERS
 from ssmd.api.openai.messages import read_messages
 from ssmd.api.openai.structured import StructuredFields, grammar_of
-from ssmd.api.openai.tools import read_given, read_tool_choice
+from ssmd.api.openai.tools import marked_tools, read_given, read_tool_choice
 from ssmd.engine.request import Request, Retention
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.penalties import Dry
 from ssmd.engine.terms import Rejection
 from ssmd.machine.duration import MAX_S, parse_duration
 from ssmd.model.defaults import BREAKERS, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_INT, OPTIONS, Defaults, Option
+from ssmd.text.messages import BlockEnd
 
 MAX_N = 8
 MAX_STOPS = 16
@@ -192,7 +193,8 @@ def to_request(
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise Rejection("top_logprobs is only possible with logprobs: true", code="invalid_value", param="top_logprobs")
-    messages = read_messages(body.messages, unread, dropped)
+    blocks: list[BlockEnd] = []
+    messages = read_messages(body.messages, unread, dropped, blocks)
     given = read_given(vars(body))
     return replace(
         generation(body, vocabulary, defaults, bool(body.logprobs), body.top_logprobs or 0),
@@ -200,6 +202,8 @@ def to_request(
         session=body.session,
         truncate=truncate if body.truncation is None else body.truncation == "auto",
         given=given,
+        blocks=tuple(blocks),
+        marked_tools=marked_tools(body.tools),
         thinking_budget=_one_of(
             thinking_budget=body.thinking_budget,
             thinking_token_budget=body.thinking_token_budget,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
 from ssmd.api.http.body import brief
 from ssmd.engine.terms import Rejection
-from ssmd.text.messages import ROLES, THINK, THINK_END, Message, Role, ToolCall
+from ssmd.text.messages import ROLES, THINK, THINK_END, BlockEnd, Message, Role, ToolCall
 from ssmd.text.volatile import without_volatile
 
 MAX_CALLS = 64  # calls of a message
@@ -30,24 +30,38 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _REASONING = ("thinking", "reasoning", "redacted_thinking", "redacted-reasoning")
 
 
-def read_messages(value: Any, ignored: set[str] | None = None, dropped: set[str] | None = None) -> tuple[Message, ...]:
+def read_messages(
+    value: Any,
+    ignored: set[str] | None = None,
+    dropped: set[str] | None = None,
+    blocks: list[BlockEnd] | None = None,
+) -> tuple[Message, ...]:
     """Read the messages of a request. Raises Rejection whose param is a path like messages[2].content[0].
 
-    ignored: takes the names of ignored fields, like messages.cache_control. dropped: takes the names of known volatile
-    text that is left out of the system prompt; None: that text stays.
+    ignored: takes the names of ignored fields, like messages.annotations. dropped: takes the names of known volatile
+    text that is left out of the system prompt; None: that text stays. blocks: takes the ends of system prompts' parts
+    and of marked ones, in order.
     """
     if not isinstance(value, list):
         _wrong("messages", "must be a list of messages", value)
     if not value:
         _wrong("messages", "must hold at least one message", value)
-    reader = _Reader(set() if ignored is None else ignored)
+    reader = _Reader(set() if ignored is None else ignored, [] if blocks is None else blocks)
     entries = enumerate(value) if dropped is None else _stable(value, dropped)
-    messages = tuple([_plain(entry) or reader.message(entry, f"messages[{i}]") for i, entry in entries])
+    messages = tuple(
+        [_plain(entry) or reader.message(entry, f"messages[{i}]", n) for n, (i, entry) in enumerate(entries)]
+    )
     if messages[-1].tool_calls:
         where = f"messages[{len(messages) - 1}].tool_calls"
         what = f"{where}: an answer that calls tools cannot be continued; send the results of the calls after it"
         raise Rejection(what, code="invalid_value", param=where)
     return messages
+
+
+def is_marked(block: Mapping[str, Any]) -> bool:
+    """Return True if a block, message or tool has a mark to cache up to its end."""
+    mark = block.get("cache_control")
+    return isinstance(mark, dict) and mark.get("type") == "ephemeral"
 
 
 def _plain(entry: Any) -> Message | None:
@@ -95,15 +109,24 @@ def _without_volatile(entry: dict[str, Any], names: set[str]) -> dict[str, Any] 
 
 
 class _Reader:
-    """Reads messages one after the other. ignored: as in read_messages."""
+    """Reads messages one after the other. ignored, blocks: as in read_messages."""
 
-    def __init__(self, ignored: set[str]) -> None:
-        self._ignored = ignored
+    def __init__(self, ignored: set[str], blocks: list[BlockEnd]) -> None:
+        self._ignored, self._blocks = ignored, blocks
         self._calls: dict[str, str] = {}  # names of the calls so far, by id
 
-    def message(self, entry: Any, where: str) -> Message:
+    def message(self, entry: Any, where: str, number: int) -> Message:
+        """Read a message. number: its index among those that are kept."""
         if not isinstance(entry, dict):
             _wrong(where, "must be an object with role and content", entry)
+        message = self._message(entry, where)
+        if isinstance(entry.get("content"), list):
+            self._blocks += _ends(entry["content"], message, number)
+        if is_marked(entry):
+            self._blocks.append(BlockEnd(number, None, marked=True))
+        return message
+
+    def _message(self, entry: dict[str, Any], where: str) -> Message:
         if "role" not in entry:
             raise Rejection(f"{where}.role is required", code="missing_required_parameter", param=f"{where}.role")
         if entry["role"] in ("tool", "function"):
@@ -142,7 +165,7 @@ class _Reader:
     def _look_at_the_rest(self, entry: dict[str, Any], known: set[str], where: str) -> None:
         """Refuse content that cannot be shown to the model, and note other ignored fields."""
         for key, value in entry.items():
-            if key in known or value in _NOTHING:
+            if key in known or value in _NOTHING or (key == "cache_control" and is_marked(entry)):
                 continue
             if key in _CONTENT:
                 _not_built(f"{where}.{key}")
@@ -215,12 +238,23 @@ class _Reader:
         if kind not in ("text", "refusal"):
             _not_built(where, f"content of type {brief(kind)}")
         for key, value in part.items():
-            if key not in ("type", kind) and value not in _NOTHING:
+            if key not in ("type", kind) and value not in _NOTHING and not (key == "cache_control" and is_marked(part)):
                 self._leave("messages.content", key)
         text = part.get(kind)
         if not isinstance(text, str):
             _wrong(f"{where}.{kind}", "must be a string", text)
         return text
+
+
+def _ends(parts: Sequence[dict[str, Any]], message: Message, number: int) -> Iterator[BlockEnd]:
+    """Yield the ends of a message's parts that are marked, or within a system prompt. number: the message's index."""
+    system = message.role in _SYSTEM
+    within = system or message.role == "user"  # of other messages a template may show the content elsewhere
+    at = 0
+    for i, part in enumerate(parts, 1):
+        at += len(part[part["type"]]) if within else 0
+        if (marked := is_marked(part)) or (system and i < len(parts)):
+            yield BlockEnd(number, at if within and i < len(parts) else None, marked)
 
 
 def _call(call: Any, where: str) -> ToolCall:

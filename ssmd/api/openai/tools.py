@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ssmd.api.http.body import brief
+from ssmd.api.openai.messages import is_marked
 from ssmd.engine.sampling.bounds import enforced
 from ssmd.engine.terms import Rejection
 from ssmd.text.calls.tool_choice import ToolChoice
@@ -35,6 +36,13 @@ def read_given(fields: Mapping[str, Any]) -> TemplateInput:
         tools = _tools([{"function": function} for function in listed], "functions")
     variables = _variables(fields)
     return TemplateInput(tools, variables) if tools or variables else NOTHING_MORE
+
+
+def marked_tools(tools: Any) -> int:
+    """Count the tools of a request up to the last one that is marked to be cached; 0 if none is."""
+    listed = tools if isinstance(tools, list) else []
+    marked = [i for i, tool in enumerate(listed, 1) if is_marked(tool) or is_marked(tool["function"])]
+    return max(marked, default=0)
 
 
 def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
@@ -75,7 +83,7 @@ def tool_of(tool: Any, where: str, *, longest: int = MAX_NAME) -> Mapping[str, A
         raise Rejection(f"{at} is required", code="missing_required_parameter", param=at)
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > longest:
         _wrong(f"{where}.function.name", f"must be 1 to {longest} letters, digits, _, . or -", name)
-    known = {key: value for key, value in function.items() if value is not None}
+    known = {key: value for key, value in function.items() if value is not None and key != "cache_control"}
     if not isinstance(known.get("description", ""), str):
         _wrong(f"{where}.function.description", "must be a string", known["description"])
     if not isinstance(known.setdefault("parameters", dict(_NO_ARGUMENTS)), dict):

@@ -39,7 +39,7 @@ _SCRATCH = ".transfer-"
 MAX_SEARCH = 200  # characters of a search
 MAX_WORDS = 10
 SEARCH_S = 1.0  # about how long one request may search; the client continues from there
-_USAGE = ("cached_tokens", "completion_tokens", "resume", "ttft_ms", "prefill_ms", "restore_ms")
+_USAGE = ("cached_tokens", "completion_tokens", "resume", "ttft_ms", "prefill_ms", "restore_ms", "parted_at")
 
 LEAST_BYTES = 1 << 20  # bytes of a file that a client must send or take within READ_TIMEOUT_S
 

@@ -85,9 +85,11 @@ class GenerationStore:
 
     For the worker only, but for `rerender`. This class stores nothing and starts from nothing.
     parted_at: tokens of the prompt after which it goes on otherwise than an earlier one; None: it does not.
+    states_kept: its states were written though no turn was.
     """
 
     parted_at: int | None = None
+    states_kept = False
 
     def restore(self) -> None:
         """Begin to restore the state to start from, if there is one."""
@@ -204,6 +206,7 @@ class Generation:
         prompt_tokens = len(self.prompt.ids)
         longest = max((len(choice.tokens) for choice in progress.choices), default=0)
         cached_tokens = prompt_tokens - progress.fed if progress.choices else 0
+        kept = stored or self.kept.states_kept
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=sum(len(choice.tokens) for choice in progress.choices),
@@ -224,7 +227,7 @@ class Generation:
             stopped=self.cancelled and self.broke_off,
             state_stored=state_stored,
             parted_at=self.kept.parted_at,
-            saved_tokens=max(0, progress.saved - cached_tokens) if stored and progress.choices else 0,
+            saved_tokens=max(0, progress.saved - cached_tokens) if kept and progress.choices else 0,
             stop_strings=[choice.stop_string for choice in progress.choices] if asked.request.stop else (),
             model=asked.request.model,
         )
@@ -274,7 +277,7 @@ class Generation:
             phase = "decode"
         else:
             phase = "prefill" if p.handle is not None or self.kept.ready() else "restoring"
-        kept = 0 if prompt.found is None else prompt.found.position
+        kept = 0 if prompt.found is None else prompt.found.start
         return {
             "id": self.asked.id,
             "session": self.asked.session,

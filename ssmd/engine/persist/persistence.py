@@ -157,7 +157,7 @@ class _TurnStore(GenerationStore):
         prompt = asked.prompt
         parted, apart = by._seen.parted(asked.request.domain.owner, prompt.ids)
         self.parted_at = parted if apart else None
-        first, last = 0 if prompt.found is None else prompt.found.position, len(prompt.ids) - 1
+        first, last = 0 if prompt.found is None else prompt.found.start, len(prompt.ids) - 1
         recurrent, ends, wanted = by._recurrent_nbytes > 0, (prompt.system, last), (parted, *prompt.parts)
         # The positions inside the prompt at which its state is kept.
         self._inside = positions.inside(first, last, wanted, by._cell, recurrent=recurrent, ends=ends)
@@ -194,7 +194,7 @@ class _TurnStore(GenerationStore):
                 self._held = found.id
                 self._by._writer.hold(found.id)
         exact = found.is_exact(self._by._build, self._by._program.producer)
-        return RestoredState(loaded.handle, found.position, "exact" if exact else "portable", self._prompt)
+        return RestoredState(loaded.handle, found.start, "exact" if exact else "portable", self._prompt)
 
     def discard(self) -> None:
         if self._restoring is not None:
@@ -337,13 +337,18 @@ class _PrefixStore(_TurnStore):
             super().end(choice)
 
     def commit(self, choices: Sequence[Choice], done: Finish, then: Then) -> None:
-        found, kept, told = self._prompt.found, self._checkpoints, partial(then, False, False)
+        found, kept = self._prompt.found, self._checkpoints
+
+        def told(written: bool) -> None:
+            self.states_kept = written
+            then(False, False)
+
         self._checkpoints, self._parent = [], (None, 0)
         if self._keeps and (kept or found is not None):
             used = None if found is None else found.id
             self._by._writer.keep(kept, used, told, sealed=self._seal is not None)
         else:
-            told()
+            told(False)
         self._let_go(read=bool(choices))
 
     def rerender(self) -> None:

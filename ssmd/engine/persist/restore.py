@@ -84,8 +84,10 @@ class Restorer:
         try:
             while found is not None:
                 handle = None
+                number, end = (found.id, None) if found.longer is None else found.longer
                 try:
-                    with self._store.parts(found.id, self._program.spec, self._sealed(found, ids)) as (position, parts):
+                    opened = self._store.parts(number, self._program.spec, self._sealed(found, ids), end=end)
+                    with opened as (position, parts):
                         handle = self._program.reserve(position)
                         for part in parts:
                             self._program.fill(handle, part)
@@ -96,9 +98,12 @@ class Restorer:
                         self._program.release(handle)
                     if not isinstance(err, StoreError | StateError):
                         raise  # the request ended, or the device is lost: the caller gets the error
-                    log.error("checkpoint %s cannot be used, trying the next best one: %s", found.id, err)
+                    log.error("checkpoint %s cannot be used, trying the next best one: %s", number, err)
                     if isinstance(err, DamagedState):
-                        self._damaged(found.id)
+                        self._damaged(number)
+                if found.longer is not None:
+                    found = replace(found, longer=None)
+                    continue
                 tried.append(found.id)
                 with self._store.of(domain).snapshot() as stored:
                     found, ids, stem = stored.resume(self._scope, ids, stem, session, skip=tried)

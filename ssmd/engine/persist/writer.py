@@ -393,36 +393,40 @@ class Writer:
         self,
         checkpoints: Sequence[PendingCheckpoint],
         used: int | None,
-        then: Callable[[], None],
+        then: Callable[[bool], None],
         *,
         sealed: bool = False,
     ) -> None:
-        """Write states that belong to no turn, for prompts that begin alike. Then call `then`, once.
+        """Write states that belong to no turn, for prompts that begin alike. Then call `then(written)`, once.
 
         `then` is called after COMMIT_PATIENCE_S at the latest. used: id of the checkpoint that they grew from.
         They stay for LOOSE_S after their last use, sealed ones for SEALED_S, and take a share of the quota at most.
         """
         told = threading.Semaphore()
 
-        def tell() -> None:
+        def tell(written: bool = False) -> None:
             if told.acquire(blocking=False):
                 over.set()
-                then()
+                then(written)
 
         def work() -> None:
             self._forget(checkpoints)
             self._unsettled = True
+            written = False
             try:
+                ids = list[int | None]()
                 for pending in checkpoints:
                     if pending.encoded is not None:
                         placed = self.store.keep(pending.encoded)
+                        ids.append(placed.id)
                         if placed.nbytes:
                             self._metrics.checkpoint(placed.nbytes, pending.ms)
                 self.store.bound_loose(used, keep=self._ahead, sealed=sealed)
+                written = len(ids) == len(checkpoints) and None not in ids
             except StoreError as err:
                 log.warning("the state of a prompt is not kept: %s", err)
             finally:
-                tell()
+                tell(written)
             self._metrics.stored_bytes(self.store.bytes_stored(), self.store.quota)
 
         timer = threading.Timer(COMMIT_PATIENCE_S, tell)

@@ -12,10 +12,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from ssmd.engine.prompt.rendering import RenderedPrompt, Renderer
+from ssmd.engine.prompt.rendering import RenderedPrompt, Renderer, alike
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Rejection, too_long
 from ssmd.model.artifact import Manifest
+from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.line import NOTHING, Line, Passage
@@ -32,12 +33,14 @@ from ssmd.sessions.turn import (
     system_prompt,
     without,
 )
-from ssmd.text.messages import Message
+from ssmd.text.messages import BlockEnd, Message
 from ssmd.text.telling import MAX_KEPT_CHARS
 from ssmd.text.template import Template, TemplateInput
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger(__name__)
+MARKS = 4  # marked blocks of a request whose ends are looked up, the last ones: as many as Anthropic allows
+ENDS = 8  # system messages, and blocks in them, whose ends are looked up, the last ones
 SYSTEM_CHECKPOINT_TOKENS = 64  # least length of a beginning with a state of its own: a shorter one costs no bucket
 
 TRUNCATED = 0.6  # share of the context that a prompt may take after its oldest messages were left out
@@ -61,7 +64,8 @@ class Prompt:
     cut: int  # messages left out after the system prompt
     heard: Mapping[str, Sequence[Message]]  # by turn id: the client's copy of turns that were found altered
     reread: Callable[[], Prompt]  # builds the prompt from the request's messages alone, if stored data fail
-    parts: tuple[int, ...] = ()  # ids of beginnings that other prompts may share: the tools', some system messages'
+    # Ids of beginnings that other prompts may share: up to the ends of tools, of system blocks, and of marked blocks.
+    parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class Planner:
         self._manifest = manifest
         self._context = program.context
         self._vocabulary = program.vocabulary
+        self._rows_alone = not program.spec.recurrent
+        self._cell = buckets.grid(program.buckets)
         self._tokenizer = tokenizer
         self._renderer = Renderer(manifest, tokenizer, template, program.context, program.vocabulary)
         self._store = store
@@ -187,7 +193,7 @@ class Planner:
             cut=cut,
             heard=place.heard,
             reread=reread,
-            parts=self._parts(request, shown, now),
+            parts=(*self._parts(request, shown, now), *self._marks(request, shown, now, cut)),
         )
 
     def warm_up(self) -> None:
@@ -259,6 +265,8 @@ class Planner:
                 ids, stem = stored.reach(shown.ids, shown.stem, 0)
                 shown = replace(shown, ids=ids, stem=stem)
             found, ids, stem = stored.resume(self.scope, shown.ids, shown.stem, session)
+            if found is not None and self._rows_alone:
+                found = stored.lengthen(self.scope, found, ids, self._cell)
             ids, stem = stored.reach(ids, stem, len(ids) - request.sampling.counted(len(ids)))
         except StoreError as err:
             log.warning("stored tokens cannot be used, the conversation is read again: %s", err)
@@ -285,28 +293,50 @@ class Planner:
         """
         if shown.ids.start or shown.text.start:
             return 0
-        beginning, tokens = self._begin(request, system_prompt(request.messages), now)
+        beginning, tokens = self._begin(request, request.messages[: system_prompt(request.messages)], now)
         fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(shown.ids) - 1 and shown.text.own.startswith(beginning)
         return len(tokens) if fits and np.array_equal(shown.ids.own[: len(tokens)], tokens.own) else 0
 
     def _parts(self, request: Request, shown: RenderedPrompt, now: datetime) -> tuple[int, ...]:
-        """Count the ids up to the end of the tools, and of each system message but the last, if the prompt has them."""
-        system = system_prompt(request.messages)
-        if shown.ids.start or shown.text.start or not system:
-            return ()
-        found = []
-        for messages in range(0 if request.given.tools else 1, system):
-            _, tokens = self._begin(request, messages, now)
-            least = min(len(tokens), len(shown.ids))
-            same = tokens.own[:least] == shown.ids.own[:least]
-            found.append(least if same.all() else int(same.argmin()))
-        return tuple(found)
+        """Count the ids up to the end of the tools, and of the blocks and messages of the system prompt but the last.
 
-    def _begin(self, request: Request, messages: int, now: datetime) -> tuple[str, Line]:
-        """Render the beginning that all conversations with the first so many messages of a request share."""
+        The prompt is compared with the rendering of these alone. Of blocks and messages the last ENDS count, and any of
+        the last MARKS that are marked.
+        """
+        system, tools = system_prompt(request.messages), request.given.tools
+        if shown.ids.start or shown.text.start or not (system or request.marked_tools):
+            return ()
+        last = BlockEnd(system - 1, None, marked=True)  # the end of the whole system prompt
+        blocks = [b for b in request.blocks if b.message < system and b != last]
+        ends = [*blocks, *(BlockEnd(i, None, marked=False) for i in range(system - 1))]
+        ends.sort(key=lambda b: (b.message, b.characters is None, b.characters))
+        marked = [b for b in request.blocks if b.marked][-MARKS:]
+        found = []
+        if 0 < request.marked_tools < len(tools):
+            some = replace(request, given=replace(request.given, tools=tools[: request.marked_tools]))
+            found.append(self._begin(some, (), now)[1])
+        if tools and system:
+            found.append(self._begin(request, (), now)[1])
+        for end in {*ends[-ENDS:], *(b for b in marked if b in blocks)}:
+            found.append(self._begin(request, _up_to(request.messages, end), now)[1])
+        return tuple(alike(beginning.own, shown.ids.own) for beginning in found)
+
+    def _marks(self, request: Request, shown: RenderedPrompt, now: datetime, cut: int) -> tuple[int, ...]:
+        """Count the ids up to the ends of the marked blocks behind the system prompt, of the last MARKS.
+
+        The end of the prompt has a state in any case. cut: messages that were left out; then no mark counts.
+        """
+        first, last = system_prompt(request.messages), len(request.messages) - 1
+        marked = [b for b in request.blocks if b.marked][-MARKS:]
+        marked = [b for b in marked if b.message >= first and (b.message < last or b.characters is not None)]
+        heads = [_up_to(request.messages, end) for end in marked]
+        return tuple(self._renderer.shares(shown, heads, now, request.given)) if heads and not cut else ()
+
+    def _begin(self, request: Request, head: Sequence[Message], now: datetime) -> tuple[str, Line]:
+        """Render the beginning that all conversations with these first messages share. request: its other facts."""
         clock = now if self._renderer.tells_time else None
         render = self._beginning if len(request.given.text) <= MAX_KEPT_CHARS else self._render_beginning
-        return render(request.messages[:messages], request.given, clock, request.domain.owner)
+        return render(tuple(head), request.given, clock, request.domain.owner)
 
     def _render_beginning(
         self, head: tuple[Message, ...], given: TemplateInput, now: datetime | None, owner: str
@@ -347,6 +377,13 @@ class Planner:
             return None
         agrees = shown.text.start == turn.text.start and self._renderer.agrees(shown.text, turn)
         return (shown, agrees) if len(shown.text) else None
+
+
+def _up_to(messages: Sequence[Message], end: BlockEnd) -> tuple[Message, ...]:
+    """Return the messages up to the end of a block."""
+    last = messages[end.message]
+    part = last if end.characters is None else replace(last, content=last.content[: end.characters])
+    return (*messages[: end.message], part)
 
 
 def _local_now() -> datetime:

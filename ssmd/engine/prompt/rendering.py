@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -244,6 +244,27 @@ class Renderer:
         a, b = (self.render([*messages, Message("user", probe)], now, given).text for probe in ("a", "b"))
         return a[: self._tokenizer.last_cut(a, _common(a, b))]
 
+    def shares(
+        self, shown: RenderedPrompt, heads: Iterable[Sequence[Message]], now: datetime, given: TemplateInput
+    ) -> Iterator[int]:
+        """Yield how many ids a prompt shares with each of these beginnings of its conversation.
+
+        The text is encoded from the last control token before that place, so that little is read again. A beginning
+        that the template refuses is left out.
+        """
+        own, start = shown.text.own, shown.text.start
+        for head in heads:
+            try:
+                text = self.render(head, now, given).text
+            except Rejection:
+                continue
+            common = _common(own, text[start:])
+            cut = self._tokenizer.last_cut(own, common)
+            at = len(shown.ids) - len(self.ids(own[cut:]))
+            if at < shown.ids.start:  # the rest holds an answer whose ids are others
+                continue
+            yield at + alike(self.ids(own[cut:common]), shown.ids.since(at))
+
     def end(
         self,
         messages: Sequence[Message],
@@ -285,6 +306,13 @@ class Renderer:
         """Return True if the ids of a turn's own text do not depend on the text of its stem, which precedes it."""
         before = stem.text.own
         return bool(before) and self._tokenizer.ends_at_control(before + turn.text.own, len(before))
+
+
+def alike(a: Ids, b: Ids) -> int:
+    """Count the ids with which both begin."""
+    least = min(len(a), len(b))
+    same = a[:least] == b[:least]
+    return least if same.all() else int(same.argmin())
 
 
 def _without(rendered: RenderedText, added: int) -> RenderedText:

@@ -39,11 +39,16 @@ class DamagedState(StoreError):
 
 
 def read_parts(
-    connection: Connection, checkpoint_id: int, spec: StateSpec, sealed: SealedLine | None = None
+    connection: Connection,
+    checkpoint_id: int,
+    spec: StateSpec,
+    sealed: SealedLine | None = None,
+    *,
+    end: int | None = None,
 ) -> tuple[int, Generator[Part]]:
     """Read (position, the parts of the state in order). A thread reads and verifies the next while the caller works.
 
-    sealed: the ids that a sealed state was computed from.
+    sealed: the ids that a sealed state was computed from. end: position to cut a state of rows alone to; None: whole.
     Raises StoreError that names the missing or altered part, at the latest after the last part. The connection may be
     used again when the iterator has ended or was closed.
     """
@@ -55,17 +60,23 @@ def read_parts(
         raise StoreError(f"checkpoint {checkpoint_id} is not stored any more")
     if head.layout != spec.digest():
         raise DamagedState(f"checkpoint {checkpoint_id} is of layout {head.layout}, the program's is {spec.digest()}")
-    return head.position, _parts(connection, checkpoint_id, head, spec, sealed)
+    if end is not None and (spec.recurrent or not 0 < end <= head.position):
+        raise StoreError(f"checkpoint {checkpoint_id} at {head.position} cannot be cut to {end}")
+    end = head.position if end is None else end
+    return end, _parts(connection, checkpoint_id, head, spec, sealed, end)
 
 
 def _parts(
-    connection: Connection, checkpoint_id: int, head: Any, spec: StateSpec, sealed: SealedLine | None
+    connection: Connection, checkpoint_id: int, head: Any, spec: StateSpec, sealed: SealedLine | None, end: int
 ) -> Generator[Part]:
     segments: list[Digested] = []
     pieces: list[Digested] = []
 
     def rows_of(blob: Blob) -> Part:
-        return rows_part(blob if sealed is None else opened(blob, sealed, "rows", blob.last), spec)
+        part = rows_part(blob if sealed is None else opened(blob, sealed, "rows", blob.last), spec)
+        if part.last <= end:
+            return part
+        return Part(part.first, end, {name: rows[:, : end - part.first] for name, rows in part.tensors.items()})
 
     def values_of(blob: Blob) -> Array:
         return piece_values(blob if sealed is None else opened(blob, sealed, "recurrent", head.position))
@@ -73,13 +84,18 @@ def _parts(
     def read() -> Iterator[Part | Array]:
         what = f"checkpoint {checkpoint_id}: KV rows"
         # Always closed: a result that was left half read holds the connection to the past.
-        with contextlib.closing(connection.execute(segments_of(checkpoint_id))) as rows:
-            for blob in _blobs(rows, what, head.position if spec.rows else 0, segments):
+        needed = segments_of(checkpoint_id).where(segment.c.first < end)
+        with contextlib.closing(connection.execute(needed)) as rows:
+            for blob in _blobs(rows, what, head.position if spec.rows else 0, segments, end if spec.rows else 0):
                 yield _verified(blob, what, rows_of)
+        if end < head.position:  # the checkpoint's digest is over all of them
+            columns = segment.c.first, segment.c.last, segment.c.checksum
+            rest = segments_of(checkpoint_id, *columns).where(segment.c.first >= end)
+            segments.extend((row.first, row.last, row.checksum) for row in connection.execute(rest))
         what = f"checkpoint {checkpoint_id}: recurrent values"
         mine = select(piece).where(piece.c.checkpoint == checkpoint_id).order_by(piece.c.first)
         with contextlib.closing(connection.execute(mine)) as rows:
-            for blob in _blobs(rows, what, recurrent_values(spec), pieces):
+            for blob in _blobs(rows, what, recurrent_values(spec), pieces, recurrent_values(spec)):
                 yield _verified(blob, what, values_of)
 
     with contextlib.closing(_ahead(read())) as results:
@@ -90,7 +106,7 @@ def _parts(
                 break
             yield result
         try:
-            yield from recurrent_parts(values, spec, head.position)
+            yield from recurrent_parts(values, spec, end)
         except StateError as err:
             raise DamagedState(f"checkpoint {checkpoint_id}: recurrent values cannot be read: {err}") from err
     if digest((head.key, head.build, head.origin), head.position, segments, pieces) != head.digest:
@@ -107,8 +123,11 @@ def _verified(blob: Blob, name: str, read: Callable[[Blob], Part | Array]) -> Pa
         raise DamagedState(f"{what} cannot be read: {err}") from err
 
 
-def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested]) -> Iterator[Blob]:
-    """Yield the rows of a table as blobs, which must follow one another and reach `end`. `found` gets their digests."""
+def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested], least: int) -> Iterator[Blob]:
+    """Yield the rows of a table as blobs, which must follow one another, reach `least` and end at `end` at the latest.
+
+    `found` gets their digests.
+    """
     at = 0
     for row in rows:
         what = f"{name} [{row.first}, {row.last})"
@@ -118,7 +137,7 @@ def _blobs(rows: Iterable[Any], name: str, end: int, found: list[Digested]) -> I
         at = row.last
         found.append((row.first, row.last, row.checksum))
         yield Blob(row.first, row.last, row.dtype, row.checksum, row.data)
-    if at != end:
+    if at < least:
         raise DamagedState(f"{name} from {at} on are missing")
 
 

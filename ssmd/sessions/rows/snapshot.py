@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, literal, select
@@ -15,7 +15,7 @@ from ssmd.sessions.line import Line
 from ssmd.sessions.match import Echo, continues
 from ssmd.sessions.rows import sessions, turns
 from ssmd.sessions.rows.checkpoints import find
-from ssmd.sessions.rows.schema import by, seen
+from ssmd.sessions.rows.schema import by, checkpoint, seen, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import as_they_are, is_unicode, read_path, read_turn, turn_of
@@ -23,7 +23,7 @@ from ssmd.sessions.turn import SessionInfo, StoreError, Turn, UnknownSession
 from ssmd.text.messages import Message
 
 _MOST = 4096  # turns read at once
-_t = turn_table.c
+_t, _k = turn_table.c, checkpoint.c
 
 _MAX_TRIED = 64  # stored conversations that are compared with a request
 _MAX_FORKS = 1000  # forks with an inherited beginning that are searched, the last used ones first
@@ -102,6 +102,10 @@ class Snapshot:
         """
         return resume(self._connection, scope, ids, stem, session, self._domain, skip)
 
+    def lengthen(self, scope: Scope, found: StoredCheckpoint, ids: Line, cell: int) -> StoredCheckpoint:
+        """Return a checkpoint with a longer one whose first rows serve too, as the function."""
+        return lengthen(self._connection, scope, found, ids, cell, self._domain)
+
     def reach(self, ids: Line, stem: str | None, position: int) -> tuple[Line, str | None]:
         """Return the line with its ids from `position` on at hand, and the turn at whose end those begin (`resume`).
 
@@ -153,6 +157,58 @@ def reach(connection: Connection, ids: Line, stem: str | None, position: int) ->
         ids, stem = _before(connection, ids, stem, most)
         most = min(4 * most, _MOST)
     return ids, stem
+
+
+_CHILDREN = 4  # checkpoints that are compared with a prompt beyond the deepest that fits
+_LONGER = (
+    select(_k.id, _k.position)
+    .where(
+        *(_k.parent == bindparam("parent"), _k.position > bindparam("least")),
+        _k.kind.in_(("system", "prefix", "user")),  # rows of a prompt: those of an answer were computed otherwise
+        *(_k.build == bindparam("build"), _k.producer == bindparam("producer"), _k.origin == "", seen(_k.owner)),
+    )
+    .order_by(_k.last_used_at.desc(), _k.id.desc())
+    .limit(_CHILDREN)
+)
+_ITS_TURN = (
+    select(turn_table)
+    .join(turn_checkpoint, turn_checkpoint.c.turn == _t.id)
+    .where(turn_checkpoint.c.checkpoint == bindparam("checkpoint"), seen(_t.owner))
+    .order_by(_t.seq)  # the first one: later ones may begin behind it
+    .limit(1)
+)
+
+
+def lengthen(
+    connection: Connection, scope: Scope, found: StoredCheckpoint, ids: Line, cell: int, domain: Domain
+) -> StoredCheckpoint:
+    """Return a checkpoint whose state is rows alone, with a longer one whose first rows serve the prompt too.
+
+    Such rows end at a multiple of `cell`: up to there they have the bits of any prompt with these ids. The ids of a
+    longer one are those of its turn. Of those that grew from `found`, the _CHILDREN that were used last are compared.
+    """
+    at, last = found.position, len(ids) - 1
+    if found.seal is not None or found.origin is not None or (last - at) < cell or at < ids.start:
+        return found
+    values = {"parent": found.id, "build": found.build, "producer": found.producer, "least": at + cell, **by(domain)}
+    wanted, best = ids.since(at), found
+    for row in connection.execute(_LONGER, values).all():
+        with as_they_are(connection):
+            turn_row = connection.execute(_ITS_TURN, {"checkpoint": row.id, **by(domain)}).one_or_none()
+        turn = None if turn_row is None else turn_of(turn_row)
+        if turn is None or not turn.sound or turn.lineage != scope.lineage:
+            continue
+        try:
+            theirs = reach(connection, turn.ids, turn.stem, at)[0].since(at)[: row.position - at]
+        except StoreError:  # ids above it were altered
+            continue
+        least = min(len(theirs), last - at)
+        same = theirs[:least] == wanted[:least]
+        end = at + (least if same.all() else int(same.argmin()))
+        end -= end % cell
+        if end > best.start:
+            best = replace(found, longer=(row.id, end))
+    return best
 
 
 def _before(connection: Connection, ids: Line, stem: str, most: int) -> tuple[Line, str | None]:

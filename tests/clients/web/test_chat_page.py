@@ -33,6 +33,23 @@ def test_a_conversation_is_stored_and_goes_on(window: Window, served: DaemonProc
     assert window.texts(".asked .typed") == ["Hello there", "And again"]
 
 
+def test_a_prompt_that_parts_from_another_says_where(window: Window, served: DaemonProcess) -> None:
+    """Below the answer: as it comes, and read again from the daemon."""
+    same = "The keeper of the lighthouse wrote down every ship that passed by night. " * 4
+    window.say(f"{same} It is noon.")
+    window.answered(1)
+    window.open()
+    window.say(f"{same} It is one o'clock, and the fog has lifted.")
+    window.answered(1)
+    found = re.search(r"differs from an earlier prompt after (\d+) tokens", window.texts(".cost")[-1])
+    assert found is not None, window.texts(".cost")
+    [turn] = served.get(f"/ssmd/v1/sessions/{window.session}")[1]["turns"]
+    assert turn["usage"]["parted_at"] == int(found[1]) >= 64
+    window.page.reload()
+    window.answered(1)
+    assert found[0] in window.texts(".cost")[-1]
+
+
 def test_stop_keeps_what_was_said(window: Window, served: DaemonProcess) -> None:
     window.sampling(**LONG)
     window.open()
