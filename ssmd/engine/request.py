@@ -122,6 +122,7 @@ class Usage:
     state_stored: bool = False  # the state at the end of each choice is stored too
     parted_at: int | None = None  # as in GenerationStore
     saved_tokens: int = 0  # prompt tokens that were fed and whose state is kept for later requests
+    reasoning_tokens: int = 0  # of the completion's, those drawn while the model reasoned
     stop_strings: Sequence[str | None] = ()  # the one that ended each choice; empty if the request has none
 
     @staticmethod

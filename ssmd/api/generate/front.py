@@ -128,6 +128,8 @@ class Front:
         try:
             if not isinstance(event, Failure):
                 await _write_all(stream, openings)
+            elif openings:
+                answer = exchange.parsed.answer(head)  # one that knows that nothing was sent
             while isinstance(event, Delta):
                 await stream.write(answer.delta(event))
                 event = await delivery.next()

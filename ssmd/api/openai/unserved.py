@@ -10,7 +10,6 @@ from ssmd.engine.terms import Rejection
 CODE = "not_supported"
 _CHAT = "ask /v1/chat/completions with the whole conversation in messages; it keeps the session and its state by itself"
 WHY = {
-    "/v1/responses": f"{_CHAT}. In the AI SDK that is createOpenAI(…).chat(model)",
     "/v1/conversations": _CHAT,
     "/v1/embeddings": "ssmd's models are made to generate text, and their states are no embeddings; use a model that "
     "is made for them, with another server",

@@ -53,6 +53,7 @@ class Choice:
         self.end: End | None = None
         self.cut = False  # text and tokens disagree: a stop string, or a control token inside the answer
         self.times: list[float] = []  # perf_counter at each sampled token
+        self.reasoning_tokens = 0
         self._request = request
         self._budget = budget
         dry = request.sampling.dry
@@ -78,7 +79,8 @@ class Choice:
     def take(self, logits: Logits) -> Sequence[Delta]:
         """Sample from `logits` [vocab] and return the deltas to send. Sets `end` when this choice is over."""
         # The grammar applies after the reasoning. A forced tool call's grammar covers both.
-        waits = self._reader.thinks and self._request.tool_choice.mode != "required"
+        thinks = self._reader.thinks
+        waits = thinks and self._request.tool_choice.mode != "required"
         guide = None if waits else self._guide
         mask = None if guide is None else guide.mask()
         # No penalty under a grammar or in a call: JSON repeats its keys, and a call copies names.
@@ -87,6 +89,7 @@ class Choice:
         self.times.append(time.perf_counter())
         if sample.token in self._stop_tokens:
             return self._finish("stop")
+        self.reasoning_tokens += thinks
         if sample.logprob is not None:
             self._held.append(self._logprob(sample, sample.logprob))
         parts, hit = self._say(sample.token)

@@ -1,0 +1,92 @@
+"""/v1/responses: OpenAI's responses, answered whole or as a stream of events; and the tokens of their prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from ssmd.api.generate.answer import ParsedRequest
+from ssmd.api.openai.fields import Fields
+from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
+from ssmd.api.openai.responses.body import REFUSED, ResponsesBody, read_response, to_request, variables_of
+from ssmd.api.openai.tokenize import MAX_TOKENS, TextEndpoints
+from ssmd.api.operation import Endpoint, Service
+from ssmd.engine.engine import Engine
+from ssmd.engine.host.host import Host
+
+
+def endpoint(on: Service) -> Endpoint:
+    """Build the endpoint of responses."""
+    fields = Fields(ResponsesBody.model_fields, REFUSED, strict=on.settings.strict)
+    truncate, keep_volatile = on.settings.truncation == "auto", on.settings.keep_volatile
+    return on.front(partial(_read, on.host, fields, truncate, keep_volatile))
+
+
+class InputTokens(TextEndpoints):
+    """The endpoint that counts a prompt's tokens."""
+
+    def __init__(self, on: Service) -> None:
+        super().__init__(on)
+        self._fields = Fields(ResponsesBody.model_fields, REFUSED, strict=on.settings.strict)
+        self._keeps = on.settings.keep_volatile
+
+    async def count(self, http: HttpRequest) -> Response:
+        """Answer with the number of tokens of a prompt, beyond the model's context too."""
+
+        def work(body: ResponsesBody, engine: Engine, go_on: Callable[[], None]) -> bytes:
+            unread: set[str] = set()
+            dropped = None if self._keeps else set[str]()
+            asked = to_request(body, engine.artifact.manifest.vocabulary, {}, unread, dropped=dropped)
+            self._fields.named(unread)
+            tokens = engine.count(asked.request, MAX_TOKENS, go_on)
+            return json.dumps({"object": "response.input_tokens", "input_tokens": tokens}).encode()
+
+        return await self.answer(http, self._fields, read_response, work)
+
+
+def _read(host: Host, sorting: Fields, truncate: bool, keep_volatile: bool, fields: dict[str, Any]) -> ParsedRequest:
+    """Read a body's fields. truncate, keep_volatile: the settings. Raises Rejection."""
+    fields, ignored = sorting.sort(fields)
+    body = read_response(fields)
+    model = host.shelf.find(body.model)
+    unread: set[str] = set()
+    dropped: set[str] = set()
+    asked = to_request(
+        body,
+        model.manifest.vocabulary,
+        model.defaults,
+        unread,
+        truncate=truncate,
+        dropped=None if keep_volatile else dropped,
+    )
+    request = asked.request
+    keywords = asked.tools.not_enforced(request.tool_choice)
+    if request.grammar is not None and request.tool_choice.mode != "required":
+        keywords += request.grammar.ignored
+    ignored = (*ignored, *sorting.named(unread), *sorting.not_enforced(keywords))
+    form = ResponseForm(
+        model=model.id if "@" in body.model else model.name,
+        echo=asked.echo,
+        store=request.store,
+        origins=asked.tools.origins or {},
+        encrypts=asked.encrypts,
+        logprobs=request.sampling.logprobs,
+    )
+    written = partial(ResponseAnswer, form, encoded(asked.echo))
+    return ParsedRequest(
+        model,
+        request,
+        stream=bool(body.stream),
+        answer=written,
+        followed=written,
+        keep_alive_s=body.keep_alive,
+        ignored=ignored,
+        dropped=tuple(sorted(dropped)),
+        variables=variables_of(body),
+        named=sorting.named,
+    )

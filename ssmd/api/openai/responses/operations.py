@@ -1,0 +1,83 @@
+"""The operations of OpenAI's responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ssmd.api.http.errors import error_body
+from ssmd.api.openai.operations import KEEP, LIMIT
+from ssmd.api.openai.responses import body as responses_body
+from ssmd.api.openai.responses import create
+from ssmd.api.openai.responses.create import InputTokens
+from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Operation, RequestBody, Schema
+from ssmd.engine.terms import Rejection
+
+_MESSAGES = "messages"  # the engine's name of the conversation in a request
+_INPUT = "input"
+_ITEMS: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"type": "object"}},
+    ]
+}
+_TOOLS: Schema = {
+    "type": "array",
+    "items": {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},
+}
+_RESPONSE = RequestBody(
+    responses_body.ResponsesBody,
+    responses_body.REFUSED,
+    {
+        "input": _ITEMS,
+        "tools": _TOOLS,
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]},
+        "reasoning": {"type": ["object", "null"], "properties": {"effort": {"enum": list(responses_body.EFFORTS)}}},
+        "text": {"type": ["object", "null"], "properties": {"format": {"type": "object"}}},
+        "include": {"type": ["array", "null"], "items": {"type": "string"}},
+        "keep_alive": KEEP,
+        "max_tokens": LIMIT,
+        "max_output_tokens": LIMIT,
+    },
+    lenient=True,
+)
+
+
+def _error_form(error: Rejection, request_id: str) -> tuple[int, Mapping[str, Any]]:
+    """Return (status, body) of an error. The place of the conversation is `input` here."""
+    form = error_body(error)
+    if error.param == _MESSAGES:
+        form["error"]["param"] = _INPUT
+    return error.status, form
+
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/responses",
+        create.endpoint,
+        "Responses",
+        "An answer to a list of items, whole or as a stream of events",
+        about="[OpenAI's responses](responses.md), for Codex, the Agents SDK and others",
+        pool="chats",
+        answer="Response",
+        also=(EVENTS,),
+        errors=BODY | GENERATION,
+        error_form=_error_form,
+        body=_RESPONSE,
+        any_base=True,
+    ),
+    Operation(
+        "POST",
+        "/v1/responses/input_tokens",
+        lambda on: on.one(InputTokens).count,
+        "Responses",
+        "The tokens of a list of items",
+        about="the number of tokens of such a response's prompt",
+        pool="texts",
+        answer="TokenCount",
+        errors=BODY | GONE,
+        body=_RESPONSE,
+        any_base=True,
+    ),
+)
