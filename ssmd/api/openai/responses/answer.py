@@ -121,7 +121,7 @@ class ResponseAnswer(Answer):
     def ending(self, finish_reasons: Sequence[FinishReason], usage: Usage) -> Iterator[bytes]:
         [reason] = finish_reasons
         status, why = _ending(reason, usage)
-        if not self._output and self._open is None or (self._open is not None and self._open.kind == "reasoning"):
+        if (not self._output and self._open is None) or (self._open is not None and self._open.kind == "reasoning"):
             yield self._close() + self._begin("message")
         yield self._close("completed" if why is None else "incomplete")
         yield self._about(status, status, usage, why)
