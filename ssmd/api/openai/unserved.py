@@ -8,9 +8,9 @@ from starlette.responses import Response
 from ssmd.engine.terms import Rejection
 
 CODE = "not_supported"
-_CHAT = "ask /v1/chat/completions with the whole conversation in messages; it keeps the session and its state by itself"
+_RESPONSES = "ask /v1/responses with the items of the conversation in input; it keeps the state by itself"
 WHY = {
-    "/v1/conversations": _CHAT,
+    "/v1/conversations": _RESPONSES,
     "/v1/embeddings": "ssmd's models are made to generate text, and their states are no embeddings; use a model that "
     "is made for them, with another server",
     "/v1/audio/speech": "ssmd's models read and write text only",

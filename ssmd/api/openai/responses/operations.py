@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ssmd.api.http.errors import error_body
 from ssmd.api.openai.operations import KEEP, LIMIT
 from ssmd.api.openai.responses import body as responses_body
 from ssmd.api.openai.responses import create
 from ssmd.api.openai.responses.create import InputTokens
-from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Operation, RequestBody, Schema
+from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Endpoint, Operation, RequestBody, Schema, Service
 from ssmd.engine.terms import Rejection
 
 _MESSAGES = "messages"  # the engine's name of the conversation in a request
@@ -51,6 +54,13 @@ def _error_form(error: Rejection, request_id: str) -> tuple[int, Mapping[str, An
     return error.status, form
 
 
+def _refused(said: str) -> Callable[[Service], Endpoint]:
+    async def refuse(request: Request) -> Response:
+        raise Rejection(said, code="not_supported")
+
+    return lambda on: refuse
+
+
 OPERATIONS = (
     Operation(
         "POST",
@@ -79,5 +89,26 @@ OPERATIONS = (
         errors=BODY | GONE,
         body=_RESPONSE,
         any_base=True,
+    ),
+    Operation(
+        "POST",
+        "/v1/responses/compact",
+        _refused(
+            "/v1/responses/compact is not supported here: leave out old items yourself, or send truncation: auto to "
+            "/v1/responses"
+        ),
+        "Responses",
+        "Not served here, and why",
+        status=400,
+        answer="Error",
+    ),
+    Operation(
+        "GET",
+        "/v1/responses",
+        _refused("responses come over POST here, not over a WebSocket: send POST /v1/responses with stream: true"),
+        "Responses",
+        "Not served here, and why",
+        status=400,
+        answer="Error",
     ),
 )
