@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from pydantic import BaseModel
@@ -16,7 +16,7 @@ def client(url: str, **options: Any) -> openai.OpenAI:
 
 
 class City(BaseModel):
-    city: str
+    city: Literal["Bonn"]
 
 
 def conversation(url: str, turns: list[dict[str, Any]]) -> Any:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ssmd.engine.decode.calling import ToolCalling
 from ssmd.engine.prompt.planner import Prompt
-from ssmd.engine.request import CallDelta, Delta, FinishReason, Request, TokenLogprob
+from ssmd.engine.request import CallDelta, Delta, FinishReason, Request, TokenLogprob, turn_of
 from ssmd.engine.sampling.grammar import Guide
 from ssmd.engine.sampling.sampler import Sample, Sampler
 from ssmd.runtime.protocol import Handle, Logits
@@ -43,7 +43,8 @@ class Choice:
         prompt: its ids at hand include all that a penalty counts. guide: the choice's own copy.
         """
         self.index = index
-        self.turn = f"turn_{secrets.token_hex(12)}"
+        # With facts of its own, a turn is found by the answer's id.
+        self.turn = turn_of(request.id) if request.facts is not None else f"turn_{secrets.token_hex(12)}"
         self.handle: Handle = None
         # Tokens of the text. The last one and those that a grammar forces may not be fed yet.
         self.tokens: list[int] = []

@@ -36,7 +36,6 @@ class ResponseForm:
     store: bool
     origins: Mapping[str, ToolOrigin]  # of the tools, by the name that the model knows
     encrypts: bool  # reasoning comes as `encrypted_content` too
-    logprobs: bool
 
     def item(self, kind: str, id_: str, **fields: Any) -> Item:
         """Return an item of the output. id_: the digits of its id."""
@@ -82,7 +81,7 @@ class ResponseAnswer(Answer):
             output.append(self._form.message(self._id(len(output)), choice.text, logprobs))
         for call in choice.calls:
             output.append(self._form.call(self._id(len(output)), call.id, call.name, call.arguments))
-        status, why = _ending(choice.finish_reason, usage)
+        status, why = ending(choice.finish_reason, usage)
         if why is not None:
             output[-1] = {**output[-1], "status": "incomplete"}
         return {**self._response(status, output, usage, why), **self._form.echo}
@@ -120,7 +119,7 @@ class ResponseAnswer(Answer):
 
     def ending(self, finish_reasons: Sequence[FinishReason], usage: Usage) -> Iterator[bytes]:
         [reason] = finish_reasons
-        status, why = _ending(reason, usage)
+        status, why = ending(reason, usage)
         if (not self._output and self._open is None) or (self._open is not None and self._open.kind == "reasoning"):
             yield self._close() + self._begin("message")
         yield self._close("completed" if why is None else "incomplete")
@@ -262,7 +261,7 @@ def usage_of(usage: Usage, head: ResponseInfo) -> dict[str, Any]:
     }
 
 
-def _ending(reason: FinishReason, usage: Usage) -> tuple[str, str | None]:
+def ending(reason: FinishReason, usage: Usage) -> tuple[str, str | None]:
     """Return (status, the reason of an incomplete response)."""
     if usage.stopped:
         return "incomplete", "stopped"

@@ -20,6 +20,7 @@ from ssmd.api.openai.chat_body import (
 )
 from ssmd.api.openai.fields import Neutral
 from ssmd.api.openai.responses.items import read_input
+from ssmd.api.openai.responses.state import History
 from ssmd.api.openai.responses.tools import ResponseTools, read_choice, read_tools
 from ssmd.api.openai.structured import of_schema
 from ssmd.engine.request import Request
@@ -92,13 +93,22 @@ def to_request(
     *,
     truncate: bool = False,
     dropped: set[str] | None = None,
+    history: History | None = None,
 ) -> ResponseRequest:
     """Return the request to the engine. Raises Rejection.
 
     vocabulary: number of token ids. defaults: the model's, for options that the body leaves out. unread: takes the
-    names of fields that are ignored. truncate: the default of `truncation`. dropped: as of `read_input`.
+    names of fields that are ignored. truncate: the default of `truncation`. dropped: as of `read_input`. history: of
+    stored responses; None: none are stored.
     """
-    messages = read_input(body.instructions, body.input, unread, dropped)
+    history = History(None) if history is None else history
+    before, session = (
+        ((), body.session) if body.previous_response_id is None else history.before(body.previous_response_id)
+    )
+    if body.session not in (None, session):
+        said = "session and previous_response_id name different sessions; send one of them"
+        raise Rejection(said, code="invalid_value", param="session")
+    messages = read_input(body.instructions, body.input, unread, dropped, before=before, stored=history.item)
     tools = read_tools(body.tools, unread)
     choice = read_choice(body.tool_choice, body.parallel_tool_calls, tools, unread)
     included = _read_include(body.include, unread)
@@ -115,7 +125,7 @@ def to_request(
     request = replace(
         request,
         messages=messages,
-        session=body.session,
+        session=session,
         truncate=truncate if body.truncation is None else body.truncation == "auto",
         given=TemplateInput(tools.functions, variables) if tools.functions or variables else NOTHING_MORE,
         grammar=grammar,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ssmd.api.http.body import brief
@@ -56,16 +57,24 @@ def sealed(reasoning: str) -> str:
 
 
 def read_input(
-    instructions: str | None, value: Any, ignored: set[str] | None = None, dropped: set[str] | None = None
+    instructions: str | None,
+    value: Any,
+    ignored: set[str] | None = None,
+    dropped: set[str] | None = None,
+    *,
+    before: Sequence[Message] = (),
+    stored: Callable[[str, str], dict[str, Any]] | None = None,
 ) -> tuple[Message, ...]:
     """Read the instructions and the input of a request. Raises Rejection whose param is a path like input[2].content.
 
     ignored: takes the names of ignored fields and items, like input.web_search_call. dropped: takes the names of known
-    volatile text, which is left out of the system prompt; None: all stays.
+    volatile text, which is left out of the system prompt; None: all stays. before: the conversation that the input
+    goes on from. stored: returns the item of an id, which stands at a place; None if none is stored.
     """
-    reader = _Reader(set() if ignored is None else ignored, dropped)
+    reader = _Reader(set() if ignored is None else ignored, dropped, stored)
     if instructions:
         reader.system("system", instructions)
+    reader.go_on(before)
     if value is None:
         raise Rejection("input is required", code="missing_required_parameter", param="input")
     if isinstance(value, str):
@@ -90,14 +99,21 @@ def read_input(
 class _Reader:
     """Reads items one after the other. ignored, dropped: as in read_input."""
 
-    def __init__(self, ignored: set[str], dropped: set[str] | None) -> None:
+    def __init__(
+        self, ignored: set[str], dropped: set[str] | None, stored: Callable[[str, str], dict[str, Any]] | None
+    ) -> None:
         self.messages: list[Message] = []
-        self._ignored, self._dropped = ignored, dropped
+        self._ignored, self._dropped, self._stored = ignored, dropped, stored
         self._calls: set[str] = set()  # ids of the calls so far
         # The answer that is read: items without an item of another party between them.
         self._thoughts: list[str] = []
         self._texts: list[str] = []
         self._made: dict[str, ToolCall] = {}
+
+    def go_on(self, before: Sequence[Message]) -> None:
+        """Add the conversation that the input goes on from."""
+        self.messages += before
+        self._calls |= {call.id for message in before for call in message.tool_calls}
 
     def item(self, item: Any, index: int) -> None:
         """Read one item. Raises Rejection."""
@@ -112,6 +128,11 @@ class _Reader:
         kind = item.get("type", "message")
         if not isinstance(kind, str):
             _wrong(f"{where}.type", "must be a string", kind)
+        if kind == "item_reference" and self._stored is not None:
+            if not isinstance(item.get("id"), str):
+                _wrong(f"{where}.id", "must be the id of an item", item.get("id"))
+            item = self._stored(item["id"], f"{where}.id")
+            kind = item["type"]
         if kind in _LEFT_OUT:
             self._leave(f"input.{kind}")
             return

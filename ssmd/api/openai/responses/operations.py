@@ -13,6 +13,7 @@ from ssmd.api.openai.operations import KEEP, LIMIT
 from ssmd.api.openai.responses import body as responses_body
 from ssmd.api.openai.responses import create
 from ssmd.api.openai.responses.create import InputTokens
+from ssmd.api.openai.responses.state import MAX_ITEMS, StoredResponses
 from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Endpoint, Operation, RequestBody, Schema, Service
 from ssmd.engine.terms import Rejection
 
@@ -110,5 +111,54 @@ OPERATIONS = (
         "Not served here, and why",
         status=400,
         answer="Error",
+    ),
+    Operation(
+        "GET",
+        "/v1/responses/{id}",
+        lambda on: on.one(StoredResponses).get,
+        "Responses",
+        "A stored response",
+        about="a response that is stored, or under way",
+        pool="store",
+        answer="Response",
+        errors=GONE,
+    ),
+    Operation(
+        "DELETE",
+        "/v1/responses/{id}",
+        lambda on: on.one(StoredResponses).delete,
+        "Responses",
+        "Delete a stored response",
+        about="deletes a stored response, and its text if no later one follows on it",
+        pool="store",
+        answer="DeletedResponse",
+        errors=GONE,
+    ),
+    Operation(
+        "POST",
+        "/v1/responses/{id}/cancel",
+        lambda on: on.one(StoredResponses).cancel,
+        "Responses",
+        "Stop a response that is under way",
+        about="stops a response that is under way",
+        pool="store",
+        answer="Response",
+        errors=GONE,
+    ),
+    Operation(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        lambda on: on.one(StoredResponses).input_items,
+        "Responses",
+        "The items that a stored response's model read",
+        about="the items that a stored response's model read, in pages",
+        pool="store",
+        answer="ItemPage",
+        errors=GONE,
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": 20},
+            "order": {"enum": ["asc", "desc"], "default": "desc"},
+            "after": {"type": "string"},
+        },
     ),
 )
