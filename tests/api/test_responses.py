@@ -23,7 +23,7 @@ from ssmd.api.openai.responses.body import ResponsesBody
 
 Fields = dict[str, Any]
 RESPONSES = "/v1/responses"
-TOOLS = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]  # type: ignore[dict-item]
+TOOLS: list[Fields] = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]  # type: ignore[dict-item]
 DELTAS = {  # by type of item, the event with more of it
     "message": "output_text",
     "reasoning": "reasoning_text",
@@ -300,8 +300,8 @@ def test_one_conversation_goes_through_three_protocols(tiny: Daemon) -> None:
         {"role": "assistant", "content": "It is cold."},
         user("And Rome?"),
     ]
-    tools = [{"name": tool["name"], "input_schema": tool.get("parameters", {"type": "object"})} for tool in TOOLS]
-    tools[1]["input_schema"] = {"type": "object", "properties": {}}
+    empty = {"type": "object", "properties": {}}
+    tools = [{"name": tool["name"], "input_schema": tool.get("parameters", empty)} for tool in TOOLS]
     third = message_of(ask_anthropic(tiny, *messages, said="Warm.", system="Be short.", tools=tools))["usage"]
     assert third["ssmd"]["session"] == second["ssmd"]["session"]
     assert third["ssmd"]["resume"] == "exact"
@@ -437,7 +437,7 @@ def test_a_custom_tool_keeps_its_pattern(tiny: Daemon) -> None:
     assert response_of(answer)["usage"]["ssmd"]["ignored"] == ["tools.format"]
 
 
-HOSTED = [
+HOSTED: list[Fields] = [
     {"type": "web_search", "external_web_access": False},
     {"type": "web_search_preview_2025_03_11"},
     {"type": "file_search", "vector_store_ids": ["vs_1"]},
@@ -550,4 +550,4 @@ def test_a_row_of_the_fields_holds(tiny: Daemon, name: str, example: str, what: 
 def test_the_fields_are_all_in_the_table() -> None:
     assert len(ROWS) > 20
     asked = set(ResponsesBody.model_fields) - set(AnswerBody.model_fields) | {"model", "stream", "store"}
-    assert asked - {name for name, *_ in ROWS} == {"session", "previous_response_id"}
+    assert asked - {name for name, *_ in ROWS} == {"session"}

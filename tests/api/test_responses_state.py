@@ -165,7 +165,7 @@ def test_a_stored_response_is_retrieved_as_it_was(tiny: Daemon) -> None:
         first = put_together(events_of(answer)) if stream else response_of(answer)
         again = get(tiny, first["id"])
         assert again.status == 200, again.body
-        changed = {"tools": [], "completed_at": None, "usage": None}
+        changed: Fields = {"tools": [], "completed_at": None, "usage": None}
         assert {**again.json, **changed} == {**first, **changed}
         for name in ("input_tokens", "output_tokens", "input_tokens_details", "output_tokens_details"):
             assert again.json["usage"][name] == first["usage"][name]

@@ -34,6 +34,7 @@ _ENCRYPTED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logp
 # Fields that would change the answer, each with the values that ask for nothing.
 REFUSED: Neutral = {
     **NOT_BUILT,
+    "conversation": (None,),
     "functions": (None, []),
     "logprobs": (None, False),
     "max_completion_tokens": (None,),
@@ -75,6 +76,14 @@ class ResponseRequest:
 
 def read_response(fields: Mapping[str, Any]) -> ResponsesBody:
     """Read the fields of a request. Raises Rejection that names a wrong, unknown or unsupported one."""
+    if fields.get("conversation") is not None:
+        both = fields.get("previous_response_id") is not None
+        said = "and previous_response_id cannot both be sent" if both else "is not supported here"
+        raise Rejection(
+            f"conversation {said}: leave it out, and go on from a response by its id in previous_response_id",
+            code="unsupported_parameter",
+            param="conversation",
+        )
     if fields.get("background"):
         raise Rejection(
             "background: true is not supported here; leave it out and stream the answer, or ask "

@@ -50,7 +50,7 @@ def facts_of(form: ResponseForm, *, instructed: bool) -> dict[str, Any]:
 
 
 class History:
-    """What a request may refer to: stored responses and their items, as the caller's domain sees them."""
+    """The stored responses and items that a request may refer to, as the caller's domain sees them."""
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
@@ -184,7 +184,7 @@ class StoredResponses:
         if facts is None:
             return None
         about = {"id": response_id(found.request.id), "object": "response", "created_at": found.head.created}
-        ends = {"error": None, "incomplete_details": None, "output": [], "usage": None, "tools": []}
+        ends: Item = {"error": None, "incomplete_details": None, "output": [], "usage": None, "tools": []}
         return {**facts["echo"], **about, **ends, "status": "in_progress", "model": facts["model"], "store": True}
 
     async def _ask(self, request: HttpRequest, work: Callable[[Store], Result]) -> Result:
