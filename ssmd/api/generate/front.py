@@ -83,8 +83,11 @@ class Front:
         except Rejection as err:
             if exchange is None or exchange.head is None:  # else the engine has counted it
                 self.host.metrics.request_failed(err.code, key)
-            if exchange is None or not stream.opened:
+            if exchange is None:
                 raise
+            err = exchange.placed(err)
+            if not stream.opened:
+                raise err from None
             access.note(scope, code=err.code)
             with suppress(sse.ClientStalled):
                 await stream.write(exchange.parsed.answer(exchange.expected_head).failure(err))
@@ -173,6 +176,10 @@ class _Exchange:
     def parsed(self) -> ParsedRequest:
         assert self._parsed is not None, "parse comes first"
         return self._parsed
+
+    def placed(self, error: Rejection) -> Rejection:
+        """Return an error with its place in the body as the protocol names it."""
+        return error if self._parsed is None else self._parsed.placed(error)
 
     @property
     def expected_head(self) -> ResponseInfo:

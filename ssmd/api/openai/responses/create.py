@@ -17,10 +17,12 @@ from ssmd.api.openai.fields import Fields
 from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
 from ssmd.api.openai.responses.body import REFUSED, ResponsesBody, read_response, to_request, variables_of
 from ssmd.api.openai.responses.state import History, facts_of
+from ssmd.api.openai.responses.tools import ResponseTools
 from ssmd.api.openai.tokenize import MAX_TOKENS, TextEndpoints
 from ssmd.api.operation import Endpoint, Service
 from ssmd.engine.engine import Engine
 from ssmd.engine.host.host import Host
+from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
 
 
@@ -55,7 +57,10 @@ class InputTokens(TextEndpoints):
             vocabulary = engine.artifact.manifest.vocabulary
             asked = to_request(body, vocabulary, {}, unread, dropped=dropped, history=history)
             self._fields.named(unread)
-            tokens = engine.count(asked.request, MAX_TOKENS, go_on)
+            try:
+                tokens = engine.count(asked.request, MAX_TOKENS, go_on)
+            except Rejection as err:
+                raise _placed(asked.tools, err) from None
             return json.dumps({"object": "response.input_tokens", "input_tokens": tokens}).encode()
 
         return await self.answer(http, self._fields, read_response, work)
@@ -106,5 +111,15 @@ def _read(
         ignored=ignored,
         dropped=tuple(sorted(dropped)),
         variables=variables_of(body),
+        placed=partial(_placed, asked.tools),
         named=sorting.named,
     )
+
+
+def _placed(tools: ResponseTools, error: Rejection) -> Rejection:
+    """Return an error of the engine with its place in the body: the conversation is `input` here."""
+    if error.param == "messages":
+        return Rejection(
+            error.message, status=error.status, code=error.code, param="input", retry_after_s=error.retry_after_s
+        )
+    return tools.placed(error)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ssmd.api.http.errors import error_body
 from ssmd.api.openai.operations import KEEP, LIMIT
 from ssmd.api.openai.responses import body as responses_body
 from ssmd.api.openai.responses import create
@@ -17,8 +15,6 @@ from ssmd.api.openai.responses.state import MAX_ITEMS, StoredResponses
 from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Endpoint, Operation, RequestBody, Schema, Service
 from ssmd.engine.terms import Rejection
 
-_MESSAGES = "messages"  # the engine's name of the conversation in a request
-_INPUT = "input"
 _ITEMS: Schema = {
     "anyOf": [
         {"type": "string"},
@@ -47,14 +43,6 @@ _RESPONSE = RequestBody(
 )
 
 
-def _error_form(error: Rejection, request_id: str) -> tuple[int, Mapping[str, Any]]:
-    """Return (status, body) of an error. The place of the conversation is `input` here."""
-    form = error_body(error)
-    if error.param == _MESSAGES:
-        form["error"]["param"] = _INPUT
-    return error.status, form
-
-
 def _refused(said: str) -> Callable[[Service], Endpoint]:
     async def refuse(request: Request) -> Response:
         raise Rejection(said, code="not_supported")
@@ -74,7 +62,6 @@ OPERATIONS = (
         answer="Response",
         also=(EVENTS,),
         errors=BODY | GENERATION,
-        error_form=_error_form,
         body=_RESPONSE,
         any_base=True,
     ),

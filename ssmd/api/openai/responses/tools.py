@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -14,6 +15,8 @@ from ssmd.engine.terms import Rejection
 from ssmd.text.calls.tool_choice import ToolChoice
 
 LONGEST_NAME = 128  # characters of a tool's name, a namespace included
+_PATTERN = f".properties.{INPUT}.pattern"  # in the schema of a custom tool
+_IN_TOOLS = re.compile(rf"tools\[(\d+)\]\.function\b(\.parameters{re.escape(_PATTERN)}\Z)?")
 _FUNCTION = {"type", "name", "description", "parameters", "strict"}
 _CUSTOM = {"type", "name", "description", "format"}
 
@@ -52,10 +55,23 @@ class ResponseTools:
         for tool, place in zip(self.functions, self.places, strict=True):
             if choice.binds(tool["function"]):
                 param = f"{place}.parameters"
-                schema = enforced(tool["function"]["parameters"], param)
-                check_size(schema.schema, param)
+                try:
+                    schema = enforced(tool["function"]["parameters"], param)
+                    check_size(schema.schema, param)
+                except Rejection as err:
+                    raise _replaced(err, f"{param}{_PATTERN}", f"{place}.format.definition") from None
                 found += [param + way for way in schema.ignored]
         return found
+
+    def placed(self, error: Rejection) -> Rejection:
+        """Return an error of the engine, which has the tools in one list, with its place in the request."""
+        found = _IN_TOOLS.match(error.param or "")
+        if found is None or int(found[1]) >= len(self.places):
+            return error
+        place = self.places[int(found[1])]
+        if found[2] == f".parameters{_PATTERN}":
+            return _replaced(error, found[0], f"{place}.format.definition")
+        return _replaced(error, f"tools[{found[1]}].function", place)
 
 
 def read_tools(value: Any, unread: set[str]) -> ResponseTools:
@@ -185,16 +201,19 @@ def _read(function: dict[str, Any], where: str, namespace: str | None) -> Mappin
     try:
         return tool_of({"function": function}, where, longest=LONGEST_NAME)
     except Rejection as err:
-        place = f"{where}.function"
-        message, param = (text.replace(place, where) for text in (err.message, err.param or ""))
-        raise Rejection(message, code=err.code, param=param) from None
+        raise _replaced(err, f"{where}.function", where) from None
 
 
 def _placed(error: Rejection, places: Sequence[str]) -> Rejection:
     """Return the error for two tools of one name, with its place in the request."""
     index = int((error.param or "")[len("tools[") :].partition("]")[0])
-    place = f"{places[index]}.name"
-    return Rejection(error.message.replace(error.param or "", place), code=error.code, param=place)
+    return _replaced(error, error.param or "", f"{places[index]}.name")
+
+
+def _replaced(error: Rejection, place: str, by: str) -> Rejection:
+    """Return an error with another place in its text and its param."""
+    message, param = (text.replace(place, by) for text in (error.message, error.param or ""))
+    return Rejection(message, status=error.status, code=error.code, param=param)
 
 
 def _wrong(param: str, what: str, value: Any) -> NoReturn:
