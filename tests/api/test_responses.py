@@ -485,6 +485,27 @@ def test_calls_come_one_at_a_time_if_asked(tiny: Daemon) -> None:
     assert [item["name"] for item in response["output"]] == ["get_weather"]
 
 
+@pytest.mark.parametrize(
+    ("tool", "place"),
+    [
+        (
+            {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "regex", "definition": "(a"}},
+            "format.definition",
+        ),
+        ({"type": "function", "name": "g", "parameters": {"type": "string"}}, "parameters.type"),
+    ],
+)
+def test_places_in_tools_are_those_of_the_request(tiny: Daemon, tool: Fields, place: str) -> None:
+    """Also of errors that the engine finds: tools that are left out count there, and namespaces."""
+    for tools, where in (
+        ([*HOSTED, tool], f"tools[{len(HOSTED)}]"),
+        ([*HOSTED[:1], {"type": "namespace", "name": "n", "tools": [HOSTED[1], tool]}], "tools[1].tools[1]"),
+    ):
+        answer = ask(tiny, "a", tools=tools, tool_choice="required")
+        assert (answer.status, answer.error["param"]) == (400, f"{where}.{place}")
+        assert f"{where}.{place}" in answer.error["message"]
+
+
 # Fields
 
 

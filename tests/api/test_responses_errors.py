@@ -216,27 +216,6 @@ def test_an_overlong_prompt_says_what_chat_says(tiny: Daemon) -> None:
     assert (cut.status, cut.json["usage"]["ssmd"]["cut_messages"]) == (200, 1)
 
 
-@pytest.mark.parametrize(
-    ("tool", "place"),
-    [
-        (
-            {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "regex", "definition": "(a"}},
-            "format.definition",
-        ),
-        ({"type": "function", "name": "g", "parameters": {"type": "string"}}, "parameters.type"),
-    ],
-)
-def test_places_in_tools_are_those_of_the_request(tiny: Daemon, tool: Fields, place: str) -> None:
-    """Also of errors that the engine finds: tools that are left out count there, and namespaces."""
-    for tools, where in (
-        ([*HOSTED, tool], f"tools[{len(HOSTED)}]"),
-        ([*HOSTED[:1], {"type": "namespace", "name": "n", "tools": [HOSTED[1], tool]}], "tools[1].tools[1]"),
-    ):
-        answer = ask(tiny, "a", tools=tools, tool_choice="required")
-        assert (answer.status, answer.error["param"]) == (400, f"{where}.{place}")
-        assert f"{where}.{place}" in answer.error["message"]
-
-
 def test_more_tokens_than_there_is_room_for_are_clamped(tiny: Daemon) -> None:
     answer = ask(tiny, "a", max_output_tokens=1_000_000, logit_bias=NO_END)
     assert answer.json["incomplete_details"] == {"reason": "max_output_tokens"}
