@@ -30,6 +30,7 @@ from saying import Saying
 from serving import Answer
 
 from ssmd.config import Settings
+from ssmd.sessions.rows.snapshot import Snapshot
 
 Fields = dict[str, Any]
 NOWHERE = "resp_gen_" + "0" * 24
@@ -360,3 +361,22 @@ def test_the_openai_client_goes_on_lists_and_deletes(tiny: Daemon) -> None:
 def test_arguments_of_a_stored_call_are_the_models(tiny: Daemon) -> None:
     id_ = response_of(ask(tiny, "a", CALL, tools=TOOLS))["id"]
     assert [item["arguments"] for item in get(tiny, id_).json["output"]] == [PARIS]
+
+
+def test_a_page_reads_the_turns_that_it_has(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of a long conversation costs as much as one of a short one."""
+    last = response_of(ask(tiny, "0", "x"))
+    for i in range(1, 8):
+        last = response_of(ask(tiny, str(i), "x", previous_response_id=last["id"]))
+    every = items(tiny, last["id"])
+    assert [item["content"][0]["text"] for item in every[::2]] == [str(i) for i in range(8)]
+    read: list[str] = []
+    one = Snapshot.turn
+    monkeypatch.setattr(Snapshot, "turn", lambda stored, id_: read.append(id_) or one(stored, id_))
+    for order, listed in (("asc", every), ("desc", every[::-1])):
+        for start in (0, 5, 12):
+            read.clear()
+            query = f"?order={order}&limit=3" + (f"&after={listed[start - 1]['id']}" if start else "")
+            page = get(tiny, last["id"], f"/input_items{query}").json
+            assert (page["data"], page["has_more"]) == (listed[start : start + 3], start + 3 < len(every))
+            assert len(read) <= 4

@@ -80,6 +80,10 @@ class Snapshot:
         """Read the turns from the root to this one. Raises UnknownSession."""
         return turns.read_path(self._connection, turn_id)
 
+    def path_ids(self, turn_id: str) -> list[str]:
+        """Return the ids of the turns from the root to this one, without reading them; [] if there is no such turn."""
+        return turns.read_path_ids(self._connection, turn_id)
+
     def facts(self, turn_ids: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
         """Return the facts that are kept with turns, by turn, for those that have some."""
         return replies.read_facts(self._connection, turn_ids)

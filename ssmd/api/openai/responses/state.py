@@ -7,7 +7,7 @@ turn's conversation before its own input, and the engine finds the state after t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -166,11 +166,8 @@ class StoredResponses:
 
         def listed(store: Store) -> Response:
             with store.snapshot() as stored:
-                turn, _ = _found(stored, _known(id_))
-                path = stored.path(turn.id)
-                facts = stored.facts([one.id for one in path])
-            items = list(_read_items(path, facts))
-            return _page(items if page.order == "asc" else items[::-1], page)
+                turn, facts = _found(stored, _known(id_))
+                return _Items(stored, turn, facts).page(page)
 
         return await self._ask(request, listed)
 
@@ -288,32 +285,16 @@ def _answer(content: str, answer: Message, form: ResponseForm, digits: str) -> I
 
 
 def _given(turn: Turn, facts: Mapping[str, Any]) -> Iterator[Item]:
-    """Yield the items of a turn's input, without its instructions."""
-    form, custom = _form(facts), _custom_calls([turn], facts)
-    messages = turn.messages[1:] if facts.get("instructed") and turn.parent is None else turn.messages
-    for i, message in enumerate(messages):
+    """Yield the items of a turn's input."""
+    form, custom = _form(facts), _custom_calls(turn, facts)
+    for i, message in enumerate(turn.messages):
         yield from _said(message, form, f"{_digits(turn)}_i{i}", custom)
 
 
-def _read_items(path: Sequence[Turn], facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
-    """Yield the items before the last answer of a path, from the beginning."""
-    custom: set[str] = set()
-    for turn in path:
-        mine = facts.get(turn.id, {})
-        form = _form(mine)
-        instructed = turn.parent is None and facts.get(path[-1].id, {}).get("instructed")
-        for i, message in enumerate(turn.messages):
-            if not (instructed and i == 0):
-                yield from _said(message, form, f"{_digits(turn)}_i{i}", custom)
-        if turn is not path[-1]:
-            yield from _output(turn, mine)
-        custom |= _custom_calls([turn], mine)
-
-
-def _custom_calls(turns: Sequence[Turn], facts: Mapping[str, Any]) -> set[str]:
-    """Return the ids of the calls of custom tools in some turns."""
+def _custom_calls(turn: Turn, facts: Mapping[str, Any]) -> set[str]:
+    """Return the ids of the calls of custom tools in a turn."""
     names = {flat for flat, origin in facts.get("origins", {}).items() if origin[0] == "custom"}
-    return {c.id for turn in turns for m in turn.conversation for c in m.tool_calls if c.name in names}
+    return {c.id for m in turn.conversation for c in m.tool_calls if c.name in names}
 
 
 def _said(message: Message, form: ResponseForm, digits: str, custom: set[str]) -> Iterator[Item]:
@@ -330,20 +311,61 @@ def _said(message: Message, form: ResponseForm, digits: str, custom: set[str]) -
         yield form.item("message", digits, role=message.role, content=[part])
 
 
-def _page(items: Sequence[Item], page: _Page) -> Response:
-    """Return a page of a list. Raises Rejection if `after` names no item of it."""
-    start = 0
-    if page.after is not None:
-        places = [i for i, item in enumerate(items) if item["id"] == page.after]
-        if not places:
+class _Items:
+    """The items that a response's model read: those of its path but for the last answer, and its instructions.
+
+    Turns are read as a page needs them, so that a page of a long conversation costs as much as one of a short one.
+    """
+
+    def __init__(self, stored: Snapshot, turn: Turn, facts: Mapping[str, Any]) -> None:
+        self._stored, self._instructed = stored, bool(facts.get("instructed"))
+        self._ids = stored.path_ids(turn.id)
+
+    def page(self, page: _Page) -> Response:
+        """Return a page of the list. Raises Rejection if `after` names no item of it."""
+        at, last, step = 0, len(self._ids) - 1, 1 if page.order == "asc" else -1
+        skipped = page.after is not None
+        if page.after is not None:
+            found = _ITEM_ID.fullmatch(page.after)
+            name = "" if found is None else f"turn_{found[1]}"
+            at = self._ids.index(name) if name in self._ids else -1
+        elif page.order == "desc":
+            at = last
+        data: list[Item] = []
+        while 0 <= at <= last and len(data) <= page.limit:
+            items = self._of(at)[::step]
+            if skipped:
+                place = next((i for i, item in enumerate(items) if item["id"] == page.after), None)
+                if place is None:
+                    break
+                items, skipped = items[place + 1 :], False
+            data += items
+            at += step
+        if skipped:
             said = f"after: there is no item {brief(page.after)} in this list"
             raise Rejection(said, code="invalid_value", param="after")
-        start = places[0] + 1
-    data = items[start : start + page.limit]
-    fields = {
-        "object": "list",
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": start + page.limit < len(items),
-    }
-    return Response(object_with("data", data, fields), media_type="application/json")
+        more, data = len(data) > page.limit, data[: page.limit]
+        fields = {
+            "object": "list",
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": more,
+        }
+        return Response(object_with("data", data, fields), media_type="application/json")
+
+    def _of(self, at: int) -> list[Item]:
+        """Return the items of a turn of the path."""
+        turn, facts = self._read(at)
+        custom = _custom_calls(turn, facts)
+        if at and any(message.tool_call_id for message in turn.messages):
+            custom |= _custom_calls(*self._read(at - 1))
+        messages = turn.messages[1:] if self._instructed and at == 0 else turn.messages
+        form, start, digits = _form(facts), len(turn.messages) - len(messages), _digits(turn)
+        items = [
+            item for i, message in enumerate(messages, start) for item in _said(message, form, f"{digits}_i{i}", custom)
+        ]
+        return items if at == len(self._ids) - 1 else [*items, *_output(turn, facts)]
+
+    def _read(self, at: int) -> tuple[Turn, Mapping[str, Any]]:
+        id_ = self._ids[at]
+        return self._stored.turn(id_), self._stored.facts([id_]).get(id_, {})
