@@ -20,6 +20,7 @@ from serving import Answer
 from ssmd.api.http.errors import IGNORED
 from ssmd.api.openai.chat_body import AnswerBody
 from ssmd.api.openai.responses.body import ResponsesBody
+from ssmd.api.openai.responses.lark import NoRegex, regex_of
 
 Fields = dict[str, Any]
 RESPONSES = "/v1/responses"
@@ -31,6 +32,13 @@ DELTAS = {  # by type of item, the event with more of it
     "custom_tool_call": "custom_tool_call_input",
 }
 TEXTS = {"message": "text", "reasoning": "text", "function_call": "arguments", "custom_tool_call": "input"}
+
+LARK = """start: begin hunk hunk? "*** End"
+begin: "*** Begin" LF
+hunk: ("+" | "-" | " ") /[a-z]{2}/ LF
+%import common.LF
+"""
+PATCH = r"\*\*\* Begin\n([-+ ][a-z]{2}\n)+\*\*\* End"
 
 
 @pytest.fixture(scope="module")
@@ -424,17 +432,69 @@ def test_a_custom_tool_takes_a_text(tiny: Daemon) -> None:
     again = response_of(ask(tiny, [user(LONG), call, output(call, "calc.py")], "ok", tools=tools))
     assert again["usage"]["ssmd"]["resume"] == "exact"
     assert cached(again["usage"]) >= first["usage"]["input_tokens"]
+    for n in range(20, 160, 5):
+        cut = response_of(ask(tiny, "a", said, tools=tools, max_output_tokens=n, store=False))
+        for call in (item for item in cut["output"] if item["type"] == "custom_tool_call"):
+            assert 'ls "a"'.startswith(call["input"]), "as far as it came"
+        if cut["status"] == "completed":
+            break
+    assert n > 40, "some were cut off"
 
 
 def test_a_custom_tool_keeps_its_pattern(tiny: Daemon) -> None:
-    form = {"type": "grammar", "syntax": "regex", "definition": r"ls -[al]{2}"}
-    tools = [{"type": "custom", "name": "shell", "format": form}]
-    chosen = {"type": "custom", "name": "shell"}
-    [call] = response_of(ask(tiny, "a", "", tools=tools, tool_choice=chosen, store=False))["output"]
-    assert re.fullmatch(form["definition"], call["input"])
-    lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "ls"'}
-    answer = ask(tiny, "a", "x", tools=[{**tools[0], "format": lark}], store=False)
+    regex, lark = {"syntax": "regex", "definition": r"ls -[al]{2}"}, {"syntax": "lark", "definition": LARK}
+    for form, kept in ((regex, r"ls -[al]{2}"), (lark, PATCH)):
+        tools = [{"type": "custom", "name": "shell", "format": {"type": "grammar", **form}}]
+        chosen = {"type": "custom", "name": "shell"}
+        fields: Fields = {"tools": tools, "tool_choice": chosen, "store": False, "seed": 1}
+        response = response_of(ask(tiny, "a", "", **fields))
+        [call] = response["output"]
+        assert re.fullmatch(kept, call["input"]), call
+        assert "ignored" not in response["usage"]["ssmd"]
+    recursive = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")" | "a"'}
+    answer = ask(tiny, "a", "x", tools=[{**tools[0], "format": recursive}], store=False)
     assert response_of(answer)["usage"]["ssmd"]["ignored"] == ["tools.format"]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        ('start: "a" "b"i+', ["aB", "abb"], ["a", "AB"]),
+        ('start: one | two\none: "1"\n   | "eins"\ntwo: /2{2}/ -> two', ["1", "eins", "22"], ["2"]),
+        ('start: "(" [X] ")" // a comment\n?x.2: "."\nX: x*', ["()", "(..)"], ["(a)"]),
+        ('start: "\\"\\n/" INT\n%import common.INT', ['"\n/12'], ["/12"]),
+    ],
+)
+def test_a_grammar_is_one_regular_expression(grammar: str, texts: list[str], others: list[str]) -> None:
+    for text in texts:
+        assert re.fullmatch(regex_of(grammar), text), text
+    for text in others:
+        assert not re.fullmatch(regex_of(grammar), text), text
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "",
+        'begin: "a"',
+        "start: x",
+        'start: "a" start?',
+        'start: a\na: b\nb: a "x"',
+        'start: "a"~3',
+        '%ignore " "\nstart: "a"',
+        "%import other.X\nstart: X",
+        'start: "a',
+        'start: ("a"',
+        'start: "a")',
+        '"a" start: "b"',
+        "start: /a/x",
+        "start: " + "(" * 500 + '"a"' + ")" * 500,
+        "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(40)) + 'r40: "a"',
+    ],
+)
+def test_a_grammar_without_a_regular_expression(grammar: str) -> None:
+    with pytest.raises(NoRegex):
+        regex_of(grammar)
 
 
 HOSTED: list[Fields] = [

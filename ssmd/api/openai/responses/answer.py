@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import from_json
 
 from ssmd.api.generate.answer import Answer, ResponseInfo, WholeChoice, own_usage
 from ssmd.api.http.errors import cut
@@ -273,9 +276,12 @@ def _part(text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> str:
-    """Return the text that a custom tool is called with: as it stands if the model wrote no such call."""
-    found = read_arguments(arguments)
-    text = None if found is None else found.get(INPUT)
+    """Return the text that a custom tool is called with: as far as it came, or all if the model wrote no such call."""
+    found: Any = read_arguments(arguments)
+    if found is None:
+        with suppress(ValueError):
+            found = from_json(arguments, allow_partial="trailing-strings")
+    text = found.get(INPUT, "") if isinstance(found, dict) else arguments
     return text if isinstance(text, str) else arguments
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 
 from ssmd.api.http.body import brief
 from ssmd.api.openai.responses.items import INPUT, flat_name
+from ssmd.api.openai.responses.lark import NoRegex, regex_of
 from ssmd.api.openai.tools import MAX_TOOLS, checked_tools, tool_of
 from ssmd.engine.sampling.bounds import check_size, enforced
 from ssmd.engine.terms import Rejection
@@ -183,14 +184,26 @@ def _custom(tool: Mapping[str, Any], where: str, namespace: str | None, unread: 
         syntax, definition = form.get("syntax"), form.get("definition")
         if syntax not in ("lark", "regex") or not isinstance(definition, str) or not definition.strip():
             _wrong(f"{where}.format", "must have a syntax, lark or regex, and a definition", form)
-        if syntax == "regex":
-            text["pattern"], strict = f"^({definition})$", True
-        else:  # a text inside JSON cannot follow it; the model reads it
+        pattern = definition if syntax == "regex" else _pattern(definition)
+        if pattern is None:  # a text inside JSON cannot follow it; the model reads it
             unread.add("tools.format")
+        else:
+            text["pattern"], strict = f"^({pattern})$", True
+        if syntax == "lark" and isinstance(description, str | None):
             description = f"{description or ''}\n\nThe input follows this grammar, in Lark:\n{definition}".strip()
     schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
     function = {"name": tool.get("name"), "description": description, "parameters": schema, "strict": strict}
     return _read(function, where, namespace)
+
+
+def _pattern(grammar: str) -> str | None:
+    """Return the pattern of the texts of a grammar in Lark; None if it has none that can be enforced."""
+    try:
+        pattern = regex_of(grammar)
+        enforced({"type": "string", "pattern": f"^({pattern})$"}, "")
+    except (NoRegex, Rejection):
+        return None
+    return pattern
 
 
 def _read(function: dict[str, Any], where: str, namespace: str | None) -> Mapping[str, Any]:
