@@ -31,6 +31,7 @@ from serving import Answer
 
 from ssmd.config import Settings
 from ssmd.sessions.rows.snapshot import Snapshot
+from ssmd.sessions.turn import Turn
 
 Fields = dict[str, Any]
 NOWHERE = "resp_gen_" + "0" * 24
@@ -372,7 +373,12 @@ def test_a_page_reads_the_turns_that_it_has(tiny: Daemon, monkeypatch: pytest.Mo
     assert [item["content"][0]["text"] for item in every[::2]] == [str(i) for i in range(8)]
     read: list[str] = []
     one = Snapshot.turn
-    monkeypatch.setattr(Snapshot, "turn", lambda stored, id_: read.append(id_) or one(stored, id_))
+
+    def noted(stored: Snapshot, id_: str) -> Turn:
+        read.append(id_)
+        return one(stored, id_)
+
+    monkeypatch.setattr(Snapshot, "turn", noted)
     for order, listed in (("asc", every), ("desc", every[::-1])):
         for start in (0, 5, 12):
             read.clear()

@@ -89,6 +89,7 @@ OPERATIONS = (
         "Not served here, and why",
         status=400,
         answer="Error",
+        any_base=True,
     ),
     Operation(
         "GET",
@@ -98,6 +99,7 @@ OPERATIONS = (
         "Not served here, and why",
         status=400,
         answer="Error",
+        any_base=True,
     ),
     Operation(
         "GET",
@@ -109,6 +111,7 @@ OPERATIONS = (
         pool="store",
         answer="Response",
         errors=GONE,
+        any_base=True,
     ),
     Operation(
         "DELETE",
@@ -120,6 +123,7 @@ OPERATIONS = (
         pool="store",
         answer="DeletedResponse",
         errors=GONE,
+        any_base=True,
     ),
     Operation(
         "POST",
@@ -131,6 +135,7 @@ OPERATIONS = (
         pool="store",
         answer="Response",
         errors=GONE,
+        any_base=True,
     ),
     Operation(
         "GET",
@@ -147,5 +152,6 @@ OPERATIONS = (
             "order": {"enum": ["asc", "desc"], "default": "desc"},
             "after": {"type": "string"},
         },
+        any_base=True,
     ),
 )
