@@ -51,6 +51,8 @@ Body = Callable[[Target], Any]  # returns bytes, or what becomes JSON
 BODIES: Mapping[str, Body] = {
     "/v1/chat/completions": lambda on: on.chat("word " * on.sizes.words),
     "/v1/completions": lambda on: {"model": on.model, "prompt": on.text, "max_tokens": 1},
+    "/v1/responses": lambda on: {**on.chat(""), "messages": None, "input": "word " * on.sizes.words},
+    "/v1/responses/input_tokens": lambda on: {**on.chat(""), "messages": None, "input": on.text},
     "/v1/messages": lambda on: on.chat("word " * on.sizes.words),
     "/v1/messages/count_tokens": lambda on: on.chat(on.text),
     "/tokenize": lambda on: {"model": on.model, "content": on.text},

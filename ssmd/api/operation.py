@@ -27,6 +27,7 @@ from ssmd.api.http.security import READING, PathRules
 from ssmd.config import Settings
 from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host.host import Host
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.store import Store
 
 T = TypeVar("T")
@@ -180,9 +181,13 @@ class Service:
 
     def front(self, read: Read) -> Front:
         """Return an endpoint that generates. read: makes a request of a body's fields. Its entry names the pool."""
+        return self.front_for(lambda domain: read)
+
+    def front_for(self, read_for: Callable[[Domain], Read]) -> Front:
+        """Return an endpoint that generates, and whose bodies are read for the caller's domain, as `front`."""
         if self.operation is None or self.operation.pool != "chats":
             raise ValueError("an operation that generates takes turns in the pool of chats")
-        return Front(self.host, self.gate, read, self.under_way, self.stall_s, self.settings.stream_comment)
+        return Front(self.host, self.gate, read_for, self.under_way, self.stall_s, self.settings.stream_comment)
 
     def of(self, operation: Operation) -> Service:
         """Return the service as an operation's endpoint gets it."""

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from ssmd.api.anthropic import operations as anthropic
 from ssmd.api.openai import operations as openai
+from ssmd.api.openai.responses import operations as responses
 from ssmd.api.own import operations as own
 
-OPERATIONS = (*own.PAGE, *openai.OPERATIONS, *anthropic.OPERATIONS, *own.OPERATIONS, *openai.UNSERVED)
+OPERATIONS = (
+    *own.PAGE,
+    *openai.OPERATIONS,
+    *responses.OPERATIONS,
+    *anthropic.OPERATIONS,
+    *own.OPERATIONS,
+    *openai.UNSERVED,
+)

@@ -92,6 +92,50 @@ class Message(Shape):
     usage: MessageUsage
 
 
+class InputTokensDetails(Shape):
+    cached_tokens: int
+
+
+class OutputTokensDetails(Shape):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Shape):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    ssmd: OwnUsage
+
+
+class Response(Shape):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "in_progress", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    usage: ResponseUsage | None
+    store: bool
+
+
+class DeletedResponse(Shape):
+    id: str
+    object: Literal["response.deleted"]
+    deleted: Literal[True]
+
+
+class ItemPage(Shape):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class TokenCount(Shape):
     input_tokens: int
 

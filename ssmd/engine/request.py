@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.terms import Grammar, Rejection
@@ -21,6 +21,7 @@ Resume = Literal["exact", "portable", "none"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 Retention = Literal["24h", "in_memory", "none"]  # of states without a session: their life after the last use
 Raw = str | tuple[int, ...]  # a prompt without a template
+_GENERATION = "gen_"
 LEAST_LOGPROB = -9999.0  # logprob of an impossible token, as OpenAI writes it: JSON has no -Infinity
 
 
@@ -51,8 +52,9 @@ class Request:
     more: tuple[Raw, ...] = ()  # further raw prompts; their choices are numbered after those of the first
     echo: bool = False  # each choice begins with its prompt
     tool_choice: ToolChoice = AUTO  # among the tools in `given`
+    facts: Mapping[str, Any] | None = None  # JSON to keep with its turn; only for one choice
     thinking_budget: int | None = None  # tokens after which reasoning is ended
-    id: str = field(default_factory=lambda: f"gen_{secrets.token_hex(12)}", compare=False)  # of its answer
+    id: str = field(default_factory=lambda: f"{_GENERATION}{secrets.token_hex(12)}", compare=False)  # of its answer
 
     @property
     def choices(self) -> int:
@@ -125,6 +127,7 @@ class Usage:
     state_stored: bool = False  # the state at the end of each choice is stored too
     parted_at: int | None = None  # as in GenerationStore
     saved_tokens: int = 0  # prompt tokens that were fed and whose state is kept for later requests
+    reasoning_tokens: int = 0  # of the completion's, those drawn while the model reasoned
     stop_strings: Sequence[str | None] = ()  # the one that ended each choice; empty if the request has none
     model: str = ""  # as in the request
 
@@ -163,6 +166,11 @@ Event = Delta | Finish | Failure | Recall
 def label(generation: str, key: str) -> str:
     """Return a request's name in the log: its generation's id, and the name of its API key if the key has one."""
     return f"{generation} of {key}" if key else generation
+
+
+def turn_of(generation: str) -> str:
+    """Return the id of the turn that an answer with facts is stored as. generation: the answer's id."""
+    return f"turn_{generation.removeprefix(_GENERATION)}"
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:

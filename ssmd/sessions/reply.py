@@ -21,11 +21,15 @@ class ReplyKey:
 
 @dataclass(frozen=True)
 class NewReply:
-    """A reply to be stored, without the text of its turns. complete: False if it broke off. answer: JSON."""
+    """A reply to be stored, without the text of its turns. complete: False if it broke off. answer: JSON.
+
+    facts: JSON that is kept as long as the reply's only turn.
+    """
 
     key: ReplyKey
     complete: bool
     answer: Mapping[str, Any]
+    facts: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

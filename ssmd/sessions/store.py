@@ -440,6 +440,25 @@ class Store:
         database.settle(self._engine, self.file, idle=False)
         self.room.restock()
 
+    def remove_turn(self, turn_id: str, instead: Mapping[str, Any]) -> None:
+        """Remove a turn and what only it needed. Its session goes too if it has no other turn. Raises UnknownSession.
+
+        A turn that others follow on stays, as they need it, with the facts `instead`.
+        """
+        with self.snapshot() as stored:
+            turn = stored.turn(turn_id)
+            stored.info(turn.session)
+        if self.session(turn.session).turns == 1 and turn.parent is None:
+            self.delete(turn.session)
+            return
+        with database.writing(self._engine, self.file) as connection:
+            if reply_rows.remove_turn(connection, turn):
+                erasure.owe(connection)
+            else:
+                reply_rows.write_facts(connection, turn_id, instead)
+        database.settle(self._engine, self.file, idle=False)
+        self.room.restock()
+
     def settle(self) -> bool:
         """Do deferred work. Return True if sessions are left to be counted.
 

@@ -130,6 +130,8 @@ def _asking(operation: Operation, model: str) -> Any:
         "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
         "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
         "/v1/completions": {"prompt": "x", "max_tokens": 1},
+        "/v1/responses": {"input": "x", "max_output_tokens": 1},
+        "/v1/responses/input_tokens": {"input": "x"},
         "/tokenize": {"content": "x"},
         "/detokenize": {"tokens": [1]},
     }

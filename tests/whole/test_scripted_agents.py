@@ -1,4 +1,4 @@
-"""Claude Code's recorded requests to a daemon that is killed between the agent's steps.
+"""Claude Code's and Codex' recorded requests to a daemon that is killed between the agent's steps.
 
 A tiny model cannot do a task, so a file has its answers (tests/data/scripted).
 """
@@ -19,7 +19,10 @@ from daemon_process import DaemonProcess
 from strangers import forged
 
 SCRIPTED = ROOT / "tests" / "data" / "scripted"
-RECORDED = json.loads((ROOT / "tests" / "data" / "messages" / "claude-code.json").read_text("utf-8"))
+RECORDED, CODEX = (
+    json.loads((ROOT / "tests" / "data" / "messages" / f"{name}.json").read_text("utf-8"))
+    for name in ("claude-code", "codex")
+)
 
 
 def call(name: str, **arguments: str) -> str:
@@ -50,12 +53,12 @@ def scripted(artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.Monke
         yield daemon
 
 
-def ask(daemon: DaemonProcess, messages: Any) -> list[dict[str, Any]]:
-    """Send a recorded request with these messages; the events of its answer."""
-    body = {**RECORDED["body"], "model": daemon.get("/v1/models")[1]["data"][0]["id"], "messages": messages}
+def ask(daemon: DaemonProcess, recorded: Any, **fields: Any) -> list[dict[str, Any]]:
+    """Send a recorded request with these messages or items; the events of its answer."""
+    body = {**recorded["body"], "model": daemon.get("/v1/models")[1]["data"][0]["id"], **fields}
     connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=120)
-    headers = {"content-type": "application/json", **RECORDED["headers"]}
-    connection.request("POST", RECORDED["path"], json.dumps(body), headers)
+    headers = {"content-type": "application/json", **recorded["headers"]}
+    connection.request("POST", recorded["path"], json.dumps(body), headers)
     response = connection.getresponse()
     raw = response.read().decode()
     connection.close()
@@ -73,7 +76,7 @@ def test_recorded_steps_cost_what_is_new_after_kills(scripted: DaemonProcess) ->
         if len(usages) in (1, 4):  # a daemon takes a second to start
             scripted.kill()
             scripted.start()
-        *_, ending, last = ask(scripted, messages)
+        *_, ending, last = ask(scripted, RECORDED, messages=messages)
         assert last["type"] == "message_stop"
         usages.append(ending["usage"])
         calls = len(usages) < len(RECORDED["turns"])
@@ -87,3 +90,34 @@ def test_recorded_steps_cost_what_is_new_after_kills(scripted: DaemonProcess) ->
         read_before = prompt(before) - 1 if step == 3 else prompt(before)
         assert usage["cache_read_input_tokens"] >= read_before
         assert prompt(usage) - usage["cache_read_input_tokens"] < 400
+
+
+def test_codex_steps_cost_what_is_new_after_kills(scripted: DaemonProcess, tmp_path: Path) -> None:
+    """It sends `store: false`, all items with ids, and tools that a server runs."""
+    commands = ["ls", "cat calc.py", "sed -i 's/a - b/a + b/' calc.py", "python3 calc.py"]
+    said = [call("exec_command", cmd=command) for command in commands]
+    said[0] = f"I look at the files.\n{said[0]}"
+    (tmp_path / "answers.json").write_text(json.dumps([*said, "Done: it prints 5."]))
+    given: list[Any] = []
+    usages: list[dict[str, Any]] = []
+    for new in CODEX["turns"]:
+        if len(usages) in (1, 4):
+            scripted.kill()
+            scripted.start()
+        given += new
+        events = ask(scripted, CODEX, input=given)
+        assert [event["sequence_number"] for event in events] == [*range(len(events))]
+        last = events[-1]
+        assert last["type"] == "response.completed"
+        usages.append(last["response"]["usage"])
+        calls = [item["name"] for item in last["response"]["output"] if item["type"] == "function_call"]
+        assert calls == (["exec_command"] if len(usages) < len(CODEX["turns"]) else [])
+    assert len(usages) == 5
+    assert usages[0]["input_tokens"] > 5000
+    for before, usage in pairwise(usages):
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        assert (usage["ssmd"]["resume"], usage["ssmd"]["stored"]) == ("exact", False)
+        assert cached >= before["input_tokens"] - 1
+        assert usage["input_tokens"] - cached < 400
+    assert {"tools.web_search", "prompt_cache_key", "client_metadata"} <= set(usages[0]["ssmd"]["ignored"])
+    assert scripted.get("/ssmd/v1/sessions")[1]["data"] == []

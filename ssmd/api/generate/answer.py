@@ -99,6 +99,7 @@ class ParsedRequest:
     ignored: tuple[str, ...] = ()  # ignored fields of the body, as Fields names them
     dropped: tuple[str, ...] = ()  # as in a ResponseInfo
     variables: Mapping[str, str] = field(default_factory=dict)  # by field, the chat template's variable that it sets
+    placed: Callable[[Rejection], Rejection] = lambda error: error  # names places of the body as its protocol does
     named: Callable[[Collection[str]], tuple[str, ...]] = tuple  # names ignored fields; raises Rejection if strict
 
     def told(self, known: Callable[[str], bool]) -> ParsedRequest:

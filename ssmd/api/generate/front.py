@@ -35,6 +35,7 @@ from ssmd.engine.persist.replay import events
 from ssmd.engine.request import Delta, Event, Failure, Finish, Recall, Request, label
 from ssmd.engine.sampling.trial import PendingTrial
 from ssmd.engine.terms import Rejection
+from ssmd.sessions.domain import Domain
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,14 +45,20 @@ _MOMENT = 3  # turns of the event loop after which a client that left at once is
 class Front:
     """The ASGI app of an endpoint that generates.
 
-    stall_s: seconds after which a client that reads nothing is disconnected. silence_s: seconds between the comments of
-    a stream that has no event yet.
+    read_for: returns what reads a body for the caller's domain. stall_s: seconds after which a client that reads
+    nothing is disconnected. silence_s: seconds between the comments of a stream that has no event yet.
     """
 
     def __init__(
-        self, host: Host, gate: Gate, read: Read, under_way: InFlightAnswers, stall_s: float, silence_s: float
+        self,
+        host: Host,
+        gate: Gate,
+        read_for: Callable[[Domain], Read],
+        under_way: InFlightAnswers,
+        stall_s: float,
+        silence_s: float,
     ) -> None:
-        self.host, self.under_way, self.read = host, under_way, read
+        self.host, self.under_way, self.read_for = host, under_way, read_for
         self.repeats, self.pool = Repeats(host, gate.store), gate.chats
         self._stall_s, self._silence_s = stall_s, silence_s
 
@@ -76,8 +83,11 @@ class Front:
         except Rejection as err:
             if exchange is None or exchange.head is None:  # else the engine has counted it
                 self.host.metrics.request_failed(err.code, key)
-            if exchange is None or not stream.opened:
+            if exchange is None:
                 raise
+            err = exchange.placed(err)
+            if not stream.opened:
+                raise err from None
             access.note(scope, code=err.code)
             with suppress(sse.ClientStalled):
                 await stream.write(exchange.parsed.answer(exchange.expected_head).failure(err))
@@ -128,6 +138,8 @@ class Front:
         try:
             if not isinstance(event, Failure):
                 await _write_all(stream, openings)
+            elif openings:
+                answer = exchange.parsed.answer(head)  # one that knows that nothing was sent
             while isinstance(event, Delta):
                 await stream.write(answer.delta(event))
                 event = await delivery.next()
@@ -164,6 +176,10 @@ class _Exchange:
     def parsed(self) -> ParsedRequest:
         assert self._parsed is not None, "parse comes first"
         return self._parsed
+
+    def placed(self, error: Rejection) -> Rejection:
+        """Return an error with its place in the body as the protocol names it."""
+        return error if self._parsed is None else self._parsed.placed(error)
 
     @property
     def expected_head(self) -> ResponseInfo:
@@ -250,7 +266,7 @@ class _Exchange:
 
     def _look_at(self) -> ParsedRequest:
         """Read the body. Runs in a thread, as a long conversation has megabytes. Raises Rejection, ClientGone."""
-        return self._front.read(parse_object(self._raw, self.delivery.check))
+        return self._front.read_for(self._caller.domain)(parse_object(self._raw, self.delivery.check))
 
     def _check(self, mark: RequestIdentity) -> None:
         """Refuse the request before its body is parsed if the host cannot take it. Raises Rejection."""

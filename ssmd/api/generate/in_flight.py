@@ -17,7 +17,7 @@ from ssmd.engine.request import Delta, Event, Failure, Finish, FinishReason, Req
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
 
-_PREFIXES = ("chatcmpl-", "cmpl-", "msg_")  # of an id as the answer has it
+_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")  # of an id as the answer has it
 
 
 @dataclass(eq=False)

@@ -73,6 +73,7 @@ def _first_wrong(is_right: Callable[[Any], bool], value: Any) -> Any:
 
 _FIRST_BIAS = BeforeValidator(partial(_first_wrong, lambda v: type(v) in (int, float) and -100 <= v <= 100))
 _FIRST_TEXT = BeforeValidator(partial(_first_wrong, lambda v: isinstance(v, str)))
+Metadata = Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)]
 
 
 class StreamOptions(StrictModel):
@@ -120,7 +121,7 @@ class GenerationBody(AnswerBody):
     n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
     stop: Stops | None = None
     # Accepted and without effect: they are for the records of a hosted service.
-    metadata: Annotated[dict[str, str], _FIRST_TEXT, Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     prompt_cache_key: ShortText | None = None
     safety_identifier: ShortText | None = None
     service_tier: ShortText | None = None

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ssmd.engine.decode.calling import ToolCalling
 from ssmd.engine.prompt.planner import Prompt
-from ssmd.engine.request import CallDelta, Delta, FinishReason, Request, TokenLogprob
+from ssmd.engine.request import CallDelta, Delta, FinishReason, Request, TokenLogprob, turn_of
 from ssmd.engine.sampling.grammar import Guide
 from ssmd.engine.sampling.sampler import Sample, Sampler
 from ssmd.runtime.protocol import Handle, Logits
@@ -43,7 +43,8 @@ class Choice:
         prompt: its ids at hand include all that a penalty counts. guide: the choice's own copy.
         """
         self.index = index
-        self.turn = f"turn_{secrets.token_hex(12)}"
+        # With facts of its own, a turn is found by the answer's id.
+        self.turn = turn_of(request.id) if request.facts is not None else f"turn_{secrets.token_hex(12)}"
         self.handle: Handle = None
         # Tokens of the text. The last one and those that a grammar forces may not be fed yet.
         self.tokens: list[int] = []
@@ -53,6 +54,7 @@ class Choice:
         self.end: End | None = None
         self.cut = False  # text and tokens disagree: a stop string, or a control token inside the answer
         self.times: list[float] = []  # perf_counter at each sampled token
+        self.reasoning_tokens = 0
         self._request = request
         self._budget = budget
         dry = request.sampling.dry
@@ -78,7 +80,8 @@ class Choice:
     def take(self, logits: Logits) -> Sequence[Delta]:
         """Sample from `logits` [vocab] and return the deltas to send. Sets `end` when this choice is over."""
         # The grammar applies after the reasoning. A forced tool call's grammar covers both.
-        waits = self._reader.thinks and self._request.tool_choice.mode != "required"
+        thinks = self._reader.thinks
+        waits = thinks and self._request.tool_choice.mode != "required"
         guide = None if waits else self._guide
         mask = None if guide is None else guide.mask()
         # No penalty under a grammar or in a call: JSON repeats its keys, and a call copies names.
@@ -87,6 +90,7 @@ class Choice:
         self.times.append(time.perf_counter())
         if sample.token in self._stop_tokens:
             return self._finish("stop")
+        self.reasoning_tokens += thinks
         if sample.logprob is not None:
             self._held.append(self._logprob(sample, sample.logprob))
         parts, hit = self._say(sample.token)

@@ -228,6 +228,7 @@ class Generation:
             state_stored=state_stored,
             parted_at=self.kept.parted_at,
             saved_tokens=max(0, progress.saved - cached_tokens) if kept and progress.choices else 0,
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in progress.choices),
             stop_strings=[choice.stop_string for choice in progress.choices] if asked.request.stop else (),
             model=asked.request.model,
         )

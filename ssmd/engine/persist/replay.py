@@ -24,7 +24,16 @@ def keep(asked: GenerationInput, choices: Sequence[Choice], done: Finish, key: R
             "logprobs": [[_to_json(entry) for entry in choice.logprobs] for choice in choices],
             "said": [_said(choice) for choice in choices],
         }
-    return NewReply(key, complete, answer)
+    return NewReply(key, complete, answer, _facts(asked, done))
+
+
+def _facts(asked: GenerationInput, done: Finish) -> dict[str, Any] | None:
+    """Return the facts to keep with the answer's turn: those of its request, and how it went."""
+    facts = asked.request.facts
+    if facts is None:
+        return None
+    how = {"created": asked.created, "begun": len(asked.prompt.begun), "usage": asdict(done.usage)}
+    return {**facts, **how, "finish_reason": done.finish_reasons[0]}
 
 
 def events(reply: Reply) -> list[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,8 +17,8 @@ from ssmd.sessions.rows import holding, tree
 from ssmd.sessions.rows.schema import reply as reply_table
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
-from ssmd.sessions.rows.turns import as_they_are, to_micros, turn_of
-from ssmd.sessions.turn import NewTurn
+from ssmd.sessions.rows.turns import LAST_MOMENT, as_they_are, to_micros, turn_of
+from ssmd.sessions.turn import NewTurn, Turn
 
 _r = reply_table.c
 # Built once: putting a statement together takes longer than running it.
@@ -31,6 +32,9 @@ _OVER = delete(reply_table).where(_r.expires_at <= bindparam("now"))
 _SAME = delete(reply_table).where(_r.key == bindparam("digest"))
 _WITH = _SAME.where(_r.turn == bindparam("turn"))
 _NEW = insert(reply_table)
+_FACTS = bytes(32)  # in place of a body's hash: the row has facts of a turn, and answers no request
+_ALL_FACTS = _TOLD.where(_r.key.in_(bindparam("digests", expanding=True)))
+_MANY = 500  # turns asked for at once
 
 
 def find_reply(connection: Connection, key: ReplyKey) -> Reply | None:
@@ -59,6 +63,39 @@ def read_usages(connection: Connection, session_id: str) -> dict[str, Mapping[st
         rows = connection.execute(_TOLD.where(_r.turn.in_(of))).all()
     told = [said for row in rows if (said := said_in_reply(row)) is not None]
     return {turn: answer["usage"] for names, answer in told for turn in names if "usage" in answer}
+
+
+def read_facts(connection: Connection, turns: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return the facts that are kept with turns, by turn. Turns without facts, or with altered ones, are left out."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for at in range(0, len(turns), _MANY):
+        digests = [_facts_key(turn) for turn in turns[at : at + _MANY]]
+        with as_they_are(connection):
+            rows = connection.execute(_ALL_FACTS, {"digests": digests}).all()
+        told = [said for row in rows if row.body == _FACTS and (said := said_in_reply(row)) is not None]
+        found |= {names[0]: answer for names, answer in told}
+    return found
+
+
+def write_facts(connection: Connection, turn: str, facts: Mapping[str, Any]) -> None:
+    """Keep facts with a turn, in place of those that it has."""
+    digest = _facts_key(turn)
+    connection.execute(_SAME, {"digest": digest})
+    answer = dict(facts)
+    row = {
+        "key": digest,
+        "body": _FACTS,
+        "turn": turn,
+        "turns": [turn],
+        "complete": True,
+        "expires_at": LAST_MOMENT,
+        "answer": answer | {"seal": _seal(digest, _FACTS, [turn], True, answer)},
+    }
+    connection.execute(_NEW, row)
+
+
+def _facts_key(turn: str) -> bytes:
+    return hashlib.blake2b(turn.encode(), digest_size=32, person=b"ssmd.facts.1").digest()
 
 
 def said_in_reply(row: Any) -> tuple[list[str], dict[str, Any]] | None:
@@ -100,6 +137,11 @@ def insert_reply(
         "answer": answer | {"seal": _seal(reply.key.digest, reply.key.body, names, reply.complete, answer)},
     }
     connection.execute(_NEW, row)
+    if reply.facts is not None and len(names) == 1:
+        facts = dict(reply.facts)
+        if "usage" in facts:
+            facts["usage"] = {**facts["usage"], "state_stored": state_stored}
+        write_facts(connection, names[0], facts)
 
 
 def update_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTurn], *, state_stored: bool) -> None:
@@ -110,8 +152,8 @@ def update_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTur
 
 
 def forget(connection: Connection, turns: Any) -> None:
-    """Remove the replies of the turns of a sub-select."""
-    connection.execute(delete(reply_table).where(reply_table.c.turn.in_(turns)))
+    """Remove the replies of the turns of a sub-select. Facts stay as long as their turns."""
+    connection.execute(delete(reply_table).where(reply_table.c.turn.in_(turns), reply_table.c.body != _FACTS))
 
 
 def replace_turns(connection: Connection, session_id: str, turns: Sequence[str]) -> bool:
@@ -136,6 +178,21 @@ def replace_turns(connection: Connection, session_id: str, turns: Sequence[str])
     connection.execute(update(session_table).where(session_table.c.id == session_id).values(turns=left))
     holding.relink(connection, session_id, linked)
     checkpoint_rows.sweep(connection, linked)
+    return True
+
+
+def remove_turn(connection: Connection, turn: Turn) -> bool:
+    """Remove a turn if nothing follows on it, but not the last one of its session. Returns True if it was removed.
+
+    If it was the head of its session, its parent is the head then, or else the turn written last.
+    """
+    t, s = turn_table.c, session_table.c
+    others = select(t.id).where(tree.belongs(turn.session), t.id != turn.id)
+    latest = connection.execute(others.order_by(t.seq.desc()).limit(1)).scalar()
+    if latest is None or not replace_turns(connection, turn.session, [turn.id]):
+        return False
+    head = update(session_table).where(s.id == turn.session, s.head == turn.id)
+    connection.execute(head.values(head=turn.parent or latest))
     return True
 
 

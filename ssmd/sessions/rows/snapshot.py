@@ -13,7 +13,7 @@ from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line
 from ssmd.sessions.match import Echo, continues
-from ssmd.sessions.rows import sessions, turns
+from ssmd.sessions.rows import replies, sessions, turns
 from ssmd.sessions.rows.checkpoints import find
 from ssmd.sessions.rows.schema import by, checkpoint, seen, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
@@ -79,6 +79,14 @@ class Snapshot:
     def path(self, turn_id: str) -> list[Turn]:
         """Read the turns from the root to this one. Raises UnknownSession."""
         return turns.read_path(self._connection, turn_id)
+
+    def path_ids(self, turn_id: str) -> list[str]:
+        """Return the ids of the turns from the root to this one, without reading them; [] if there is no such turn."""
+        return turns.read_path_ids(self._connection, turn_id)
+
+    def facts(self, turn_ids: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+        """Return the facts that are kept with turns, by turn, for those that have some."""
+        return replies.read_facts(self._connection, turn_ids)
 
     def is_leaf(self, turn_id: str) -> bool:
         """Return True if the turn is stored and no turn continues it."""

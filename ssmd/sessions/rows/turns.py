@@ -30,6 +30,7 @@ _t = turn_table.c
 _UNSEALED = {"seq", "session", "owner", "checksum"}  # may change when a turn is handed to another session
 _SEALED = [c.name for c in turn_table.columns if c.name not in _UNSEALED]
 _ONE = select(turn_table).where(_t.id == bindparam("turn"))
+_PATH_IDS = select(_t.id).where(_t.id.in_(tree.above(bindparam("turn")))).order_by(_t.depth)
 _PATH = select(turn_table).where(_t.id.in_(tree.above(bindparam("turn")))).order_by(_t.depth)
 
 
@@ -108,6 +109,13 @@ def read_above(connection: Connection, turn: Turn) -> Turn | None:
 def read_path(connection: Connection, turn_id: str) -> list[Turn]:
     """Read the turns from the root to `turn_id`. Raises UnknownSession if no turn has that id."""
     return list(_read(connection, _PATH, turn_id))
+
+
+def read_path_ids(connection: Connection, turn_id: str) -> list[str]:
+    """Read the ids of the turns from the root to `turn_id`; [] if no turn has that id. Altered ids are left out."""
+    with as_they_are(connection):
+        found = connection.scalars(_PATH_IDS, {"turn": turn_id}).all()
+    return [one for one in found if is_unicode(one)]
 
 
 def _read(connection: Connection, query: Any, turn_id: str) -> list[Turn]:

@@ -1,0 +1,125 @@
+"""/v1/responses: OpenAI's responses, answered whole or as a stream of events; and the tokens of their prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from ssmd.api.generate.answer import ParsedRequest, Read
+from ssmd.api.http.keys import caller_of
+from ssmd.api.openai.fields import Fields
+from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
+from ssmd.api.openai.responses.body import REFUSED, ResponsesBody, read_response, to_request, variables_of
+from ssmd.api.openai.responses.state import History, facts_of
+from ssmd.api.openai.responses.tools import ResponseTools
+from ssmd.api.openai.tokenize import MAX_TOKENS, TextEndpoints
+from ssmd.api.operation import Endpoint, Service
+from ssmd.engine.engine import Engine
+from ssmd.engine.host.host import Host
+from ssmd.engine.terms import Rejection
+from ssmd.sessions.domain import Domain
+
+
+def endpoint(on: Service) -> Endpoint:
+    """Build the endpoint of responses."""
+    fields = Fields(ResponsesBody.model_fields, REFUSED, strict=on.settings.strict)
+    truncate, keep_volatile = on.settings.truncation == "auto", on.settings.keep_volatile
+
+    def read_for(domain: Domain) -> Read:
+        history = History(None if on.store is None else on.store.of(domain))
+        return partial(_read, on.host, history, fields, truncate, keep_volatile)
+
+    return on.front_for(read_for)
+
+
+class InputTokens(TextEndpoints):
+    """The endpoint that counts a prompt's tokens."""
+
+    def __init__(self, on: Service) -> None:
+        super().__init__(on)
+        self._fields = Fields(ResponsesBody.model_fields, REFUSED, strict=on.settings.strict)
+        self._keeps, self._store = on.settings.keep_volatile, on.store
+
+    async def count(self, http: HttpRequest) -> Response:
+        """Answer with the number of tokens of a prompt, beyond the model's context too."""
+        domain = caller_of(http.scope).domain
+
+        def work(body: ResponsesBody, engine: Engine, go_on: Callable[[], None]) -> bytes:
+            unread: set[str] = set()
+            dropped = None if self._keeps else set[str]()
+            history = History(None if self._store is None else self._store.of(domain))
+            vocabulary = engine.artifact.manifest.vocabulary
+            asked = to_request(body, vocabulary, {}, unread, dropped=dropped, history=history)
+            self._fields.named(unread)
+            try:
+                tokens = engine.count(asked.request, MAX_TOKENS, go_on)
+            except Rejection as err:
+                raise _placed(asked.tools, err) from None
+            return json.dumps({"object": "response.input_tokens", "input_tokens": tokens}).encode()
+
+        return await self.answer(http, self._fields, read_response, work)
+
+
+def _read(
+    host: Host, history: History, sorting: Fields, truncate: bool, keep_volatile: bool, fields: dict[str, Any]
+) -> ParsedRequest:
+    """Read a body's fields. truncate, keep_volatile: the settings. Raises Rejection."""
+    fields, ignored = sorting.sort(fields)
+    body = read_response(fields)
+    model = host.shelf.find(body.model)
+    unread: set[str] = set()
+    dropped: set[str] = set()
+    asked = to_request(
+        body,
+        model.manifest.vocabulary,
+        model.defaults,
+        unread,
+        truncate=truncate,
+        dropped=None if keep_volatile else dropped,
+        history=history,
+    )
+    request = asked.request
+    keywords = asked.tools.not_enforced(request.tool_choice)
+    if request.grammar is not None and request.tool_choice.mode != "required":
+        keywords += request.grammar.ignored
+    ignored = (*ignored, *sorting.named(unread), *sorting.not_enforced(keywords))
+    form = ResponseForm(
+        model=model.id if "@" in body.model else model.name,
+        echo=asked.echo,
+        store=request.store,
+        origins=asked.tools.origins or {},
+        encrypts=asked.encrypts,
+    )
+    if request.store:
+        first = request.messages[0]  # known volatile text may be left out at its beginning, or all of it
+        instructed = first.role == "system" and (body.instructions or "").endswith(first.content)
+        request = replace(request, facts=facts_of(form, instructed=instructed))
+    written = partial(ResponseAnswer, form, encoded(asked.echo))
+    return ParsedRequest(
+        model,
+        request,
+        stream=bool(body.stream),
+        answer=written,
+        followed=written,
+        keep_alive_s=body.keep_alive,
+        ignored=ignored,
+        dropped=tuple(sorted(dropped)),
+        variables=variables_of(body),
+        placed=partial(_placed, asked.tools),
+        named=sorting.named,
+    )
+
+
+def _placed(tools: ResponseTools, error: Rejection) -> Rejection:
+    """Return an error of the engine with its place in the body: the conversation is `input` here."""
+    if error.param == "messages":
+        return Rejection(
+            error.message, status=error.status, code=error.code, param="input", retry_after_s=error.retry_after_s
+        )
+    return tools.placed(error)

@@ -1,0 +1,157 @@
+"""The operations of OpenAI's responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ssmd.api.openai.operations import KEEP, LIMIT
+from ssmd.api.openai.responses import body as responses_body
+from ssmd.api.openai.responses import create
+from ssmd.api.openai.responses.create import InputTokens
+from ssmd.api.openai.responses.state import MAX_ITEMS, StoredResponses
+from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Endpoint, Operation, RequestBody, Schema, Service
+from ssmd.engine.terms import Rejection
+
+_ITEMS: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"type": "object"}},
+    ]
+}
+_TOOLS: Schema = {
+    "type": "array",
+    "items": {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},
+}
+_RESPONSE = RequestBody(
+    responses_body.ResponsesBody,
+    responses_body.REFUSED,
+    {
+        "input": _ITEMS,
+        "tools": _TOOLS,
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]},
+        "reasoning": {"type": ["object", "null"], "properties": {"effort": {"enum": list(responses_body.EFFORTS)}}},
+        "text": {"type": ["object", "null"], "properties": {"format": {"type": "object"}}},
+        "include": {"type": ["array", "null"], "items": {"type": "string"}},
+        "keep_alive": KEEP,
+        "max_tokens": LIMIT,
+        "max_output_tokens": LIMIT,
+    },
+    lenient=True,
+)
+
+
+def _refused(said: str) -> Callable[[Service], Endpoint]:
+    async def refuse(request: Request) -> Response:
+        raise Rejection(said, code="not_supported")
+
+    return lambda on: refuse
+
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/responses",
+        create.endpoint,
+        "Responses",
+        "An answer to a list of items, whole or as a stream of events",
+        about="[OpenAI's responses](responses.md), for Codex, the Agents SDK and others",
+        pool="chats",
+        answer="Response",
+        also=(EVENTS,),
+        errors=BODY | GENERATION,
+        body=_RESPONSE,
+        any_base=True,
+    ),
+    Operation(
+        "POST",
+        "/v1/responses/input_tokens",
+        lambda on: on.one(InputTokens).count,
+        "Responses",
+        "The tokens of a list of items",
+        about="the number of tokens of such a response's prompt",
+        pool="texts",
+        answer="TokenCount",
+        errors=BODY | GONE,
+        body=_RESPONSE,
+        any_base=True,
+    ),
+    Operation(
+        "POST",
+        "/v1/responses/compact",
+        _refused(
+            "/v1/responses/compact is not supported here: leave out old items yourself, or send truncation: auto to "
+            "/v1/responses"
+        ),
+        "Responses",
+        "Not served here, and why",
+        status=400,
+        answer="Error",
+        any_base=True,
+    ),
+    Operation(
+        "GET",
+        "/v1/responses",
+        _refused("responses come over POST here, not over a WebSocket: send POST /v1/responses with stream: true"),
+        "Responses",
+        "Not served here, and why",
+        status=400,
+        answer="Error",
+        any_base=True,
+    ),
+    Operation(
+        "GET",
+        "/v1/responses/{id}",
+        lambda on: on.one(StoredResponses).get,
+        "Responses",
+        "A stored response",
+        about="a response that is stored, or under way",
+        pool="store",
+        answer="Response",
+        errors=GONE,
+        any_base=True,
+    ),
+    Operation(
+        "DELETE",
+        "/v1/responses/{id}",
+        lambda on: on.one(StoredResponses).delete,
+        "Responses",
+        "Delete a stored response",
+        about="deletes a stored response, and its text if no later one follows on it",
+        pool="store",
+        answer="DeletedResponse",
+        errors=GONE,
+        any_base=True,
+    ),
+    Operation(
+        "POST",
+        "/v1/responses/{id}/cancel",
+        lambda on: on.one(StoredResponses).cancel,
+        "Responses",
+        "Stop a response that is under way",
+        about="stops a response that is under way",
+        pool="store",
+        answer="Response",
+        errors=GONE,
+        any_base=True,
+    ),
+    Operation(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        lambda on: on.one(StoredResponses).input_items,
+        "Responses",
+        "The items that a stored response's model read",
+        about="the items that a stored response's model read, in pages",
+        pool="store",
+        answer="ItemPage",
+        errors=GONE,
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": 20},
+            "order": {"enum": ["asc", "desc"], "default": "desc"},
+            "after": {"type": "string"},
+        },
+        any_base=True,
+    ),
+)

@@ -1,0 +1,198 @@
+"""Tools of responses: functions, custom tools and their grammars, namespaces, and tools that are left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from api.test_anthropic import LONG
+from api.test_calls import CALL, SECOND
+from api.test_responses import (
+    HOSTED,
+    TOOLS,
+    ask,
+    cached,
+    events_of,
+    output,
+    put_together,
+    response_of,
+    same,
+    text_of,
+    user,
+)
+from conftest import TinyArtifacts
+from daemon import Daemon, daemon, quiet
+from saying import Saying
+
+from ssmd.api.http.errors import IGNORED
+from ssmd.api.openai.responses.lark import NoRegex, regex_of
+
+Fields = dict[str, Any]
+LARK = """start: begin hunk hunk? "*** End"
+begin: "*** Begin" LF
+hunk: ("+" | "-" | " ") /[a-z]{2}/ LF
+%import common.LF
+"""
+PATCH = r"\*\*\* Begin\n([-+ ][a-z]{2}\n)+\*\*\* End"
+
+
+@pytest.fixture(scope="module")
+def tiny(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with daemon(artifacts["mamba-f32"], tmp_path_factory.mktemp("data"), as_program=Saying) as one:
+        yield one
+
+
+def test_a_namespace_is_flattened_and_given_back(tiny: Daemon) -> None:
+    """Its calls have the name within it, and the namespace beside that, as Codex expects."""
+    inner = {"type": "function", "name": "close_agent", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "namespace", "name": "agents_v1", "description": "x", "tools": [inner]}, *TOOLS]
+    said = '<tool_call>\n{"name": "agents_v1__close_agent", "arguments": {}}\n</tool_call>'
+    first = response_of(ask(tiny, LONG, said, tools=tools))
+    [call] = first["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "agents_v1", "close_agent")
+    streamed = put_together(events_of(ask(tiny, LONG, said, tools=tools, stream=True)))
+    assert same(streamed)["output"] == same(first)["output"]
+    quiet(tiny)
+    again = response_of(ask(tiny, [user(LONG), call, output(call, "closed")], "ok", tools=tools))
+    assert again["usage"]["ssmd"]["resume"] == "exact"
+    assert cached(again["usage"]) >= first["usage"]["input_tokens"]
+    chosen = {"type": "function", "name": "close_agent", "namespace": "agents_v1"}
+    [forced] = response_of(ask(tiny, "a", "", tools=tools, tool_choice=chosen, store=False))["output"]
+    assert (forced["namespace"], forced["name"]) == ("agents_v1", "close_agent")
+
+
+def test_a_custom_tool_takes_a_text(tiny: Daemon) -> None:
+    tools = [{"type": "custom", "name": "shell", "description": "Run it"}]
+    said = f"""<tool_call>\n{json.dumps({"name": "shell", "arguments": {"input": 'ls "a"'}})}\n</tool_call>"""
+    first = response_of(ask(tiny, LONG, said, tools=tools))
+    [call] = first["output"]
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "shell", 'ls "a"')
+    assert call["id"].startswith("ctc_")
+    streamed = put_together(events_of(ask(tiny, LONG, said, tools=tools, stream=True)))
+    assert same(streamed)["output"] == same(first)["output"]
+    quiet(tiny)
+    again = response_of(ask(tiny, [user(LONG), call, output(call, "calc.py")], "ok", tools=tools))
+    assert again["usage"]["ssmd"]["resume"] == "exact"
+    assert cached(again["usage"]) >= first["usage"]["input_tokens"]
+    for n in range(20, 160, 5):
+        cut = response_of(ask(tiny, "a", said, tools=tools, max_output_tokens=n, store=False))
+        for call in (item for item in cut["output"] if item["type"] == "custom_tool_call"):
+            assert 'ls "a"'.startswith(call["input"]), "as far as it came"
+        if cut["status"] == "completed":
+            break
+    assert n > 40, "some were cut off"
+
+
+def test_a_custom_tool_keeps_its_pattern(tiny: Daemon) -> None:
+    regex, lark = {"syntax": "regex", "definition": r"ls -[al]{2}"}, {"syntax": "lark", "definition": LARK}
+    for form, kept in ((regex, r"ls -[al]{2}"), (lark, PATCH)):
+        tools = [{"type": "custom", "name": "shell", "format": {"type": "grammar", **form}}]
+        chosen = {"type": "custom", "name": "shell"}
+        fields: Fields = {"tools": tools, "tool_choice": chosen, "store": False, "seed": 1}
+        response = response_of(ask(tiny, "a", "", **fields))
+        [call] = response["output"]
+        assert re.fullmatch(kept, call["input"]), call
+        assert "ignored" not in response["usage"]["ssmd"]
+    recursive = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")" | "a"'}
+    answer = ask(tiny, "a", "x", tools=[{**tools[0], "format": recursive}], store=False)
+    assert response_of(answer)["usage"]["ssmd"]["ignored"] == ["tools.format"]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        ('start: "a" "b"i+', ["aB", "abb"], ["a", "AB"]),
+        ('start: one | two\none: "1"\n   | "eins"\ntwo: /2{2}/ -> two', ["1", "eins", "22"], ["2"]),
+        ('start: "(" [X] ")" // a comment\n?x.2: "."\nX: x*', ["()", "(..)"], ["(a)"]),
+        ('start: "\\"\\n/" INT\n%import common.INT', ['"\n/12'], ["/12"]),
+    ],
+)
+def test_a_grammar_is_one_regular_expression(grammar: str, texts: list[str], others: list[str]) -> None:
+    for text in texts:
+        assert re.fullmatch(regex_of(grammar), text), text
+    for text in others:
+        assert not re.fullmatch(regex_of(grammar), text), text
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "",
+        'begin: "a"',
+        "start: x",
+        'start: "a" start?',
+        'start: a\na: b\nb: a "x"',
+        'start: "a"~3',
+        '%ignore " "\nstart: "a"',
+        "%import other.X\nstart: X",
+        'start: "a',
+        'start: ("a"',
+        'start: "a")',
+        '"a" start: "b"',
+        "start: /a/x",
+        "start: " + "(" * 500 + '"a"' + ")" * 500,
+        "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(40)) + 'r40: "a"',
+    ],
+)
+def test_a_grammar_without_a_regular_expression(grammar: str) -> None:
+    with pytest.raises(NoRegex):
+        regex_of(grammar)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "web_search"}, "none"])
+def test_a_tool_that_a_server_runs_is_left_out(tiny: Daemon, choice: Any) -> None:
+    answer = ask(tiny, "a", "It rains.", tools=HOSTED, tool_choice=choice, store=False)
+    response = response_of(answer)
+    names = [f"tools.{tool['type']}" for tool in HOSTED]
+    named = [*names, *(["tool_choice"] if choice not in ("auto", "none") else [])]
+    assert sorted(response["usage"]["ssmd"]["ignored"]) == sorted(named)
+    assert sorted(answer.headers[IGNORED].split(", ")) == sorted(named)
+    assert text_of(response) == "It rains."
+    assert response["tools"] == HOSTED
+
+
+@pytest.mark.parametrize(
+    ("choice", "called"),
+    [
+        ("required", ["get_weather", "f"]),
+        ({"type": "function", "name": "f"}, ["f"]),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}, ["f"]),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}, []),
+        ("none", []),
+    ],
+)
+def test_a_choice_of_tools(tiny: Daemon, choice: Any, called: list[str]) -> None:
+    response = response_of(ask(tiny, "a", "It rains.", tools=TOOLS, tool_choice=choice, store=False))
+    calls = [item["name"] for item in response["output"] if item["type"] == "function_call"]
+    assert bool(calls) == bool(called)
+    assert set(calls) <= set(called)
+    assert response["tool_choice"] == choice
+
+
+def test_calls_come_one_at_a_time_if_asked(tiny: Daemon) -> None:
+    response = response_of(ask(tiny, "a", f"{CALL}\n{SECOND}", tools=TOOLS, parallel_tool_calls=False, store=False))
+    assert [item["name"] for item in response["output"]] == ["get_weather"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "place"),
+    [
+        (
+            {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "regex", "definition": "(a"}},
+            "format.definition",
+        ),
+        ({"type": "function", "name": "g", "parameters": {"type": "string"}}, "parameters.type"),
+    ],
+)
+def test_places_in_tools_are_those_of_the_request(tiny: Daemon, tool: Fields, place: str) -> None:
+    """Also of errors that the engine finds: tools that are left out count there, and namespaces."""
+    for tools, where in (
+        ([*HOSTED, tool], f"tools[{len(HOSTED)}]"),
+        ([*HOSTED[:1], {"type": "namespace", "name": "n", "tools": [HOSTED[1], tool]}], "tools[1].tools[1]"),
+    ):
+        answer = ask(tiny, "a", tools=tools, tool_choice="required")
+        assert (answer.status, answer.error["param"]) == (400, f"{where}.{place}")
+        assert f"{where}.{place}" in answer.error["message"]
