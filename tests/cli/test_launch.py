@@ -130,7 +130,7 @@ def test_agent_gets_the_daemon_and_its_own_arguments(place: Place) -> None:
     assert own["ANTHROPIC_API_KEY"] == ""
 
 
-@pytest.mark.parametrize("agent", [name for name, one in AGENTS.items() if one.install is not None and name != "codex"])
+@pytest.mark.parametrize("agent", [name for name, one in AGENTS.items() if one.install is not None])
 def test_agent_is_told_url_and_model_and_leaves_no_file(agent: str, place: Place) -> None:
     before = {one.name for one in place.folder.iterdir()}
     assert place.launch(agent).returncode == 7

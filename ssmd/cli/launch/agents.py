@@ -115,8 +115,17 @@ def _claude(target: Target, beginning: Beginning) -> Setup:
     return Setup(arguments, environment, unset, {"settings.json": json.dumps(settings)})
 
 
+_CODEX_IDLE_MS = 1_800_000  # it gives up a stream after five minutes, comments or not: a long first prompt takes longer
+
+
 def _codex(target: Target, beginning: Beginning) -> Setup:
-    provider = {"name": "ssmd", "base_url": f"{target.url}/v1", "wire_api": "responses", "env_key": "OPENAI_API_KEY"}
+    provider: dict[str, str | int] = {
+        "name": "ssmd",
+        "base_url": f"{target.url}/v1",
+        "wire_api": "responses",
+        "env_key": "OPENAI_API_KEY",
+    }
+    provider |= {"stream_idle_timeout_ms": _CODEX_IDLE_MS}
     settings = {
         "model_provider": '"ssmd"',
         "model_providers.ssmd": "{" + ", ".join(f"{name} = {json.dumps(one)}" for name, one in provider.items()) + "}",

@@ -90,7 +90,7 @@ def _read(
         keywords += request.grammar.ignored
     ignored = (*ignored, *sorting.named(unread), *sorting.not_enforced(keywords))
     form = ResponseForm(
-        model=model.id if "@" in body.model else model.name,
+        model=model.named(body.model),
         echo=asked.echo,
         store=request.store,
         origins=asked.tools.origins or {},
