@@ -50,6 +50,8 @@ def test_asked_name_is_in_the_answer(asked: str, answers: str, aliased: Several)
     assert (raw["model"], raw["usage"]["ssmd"]["model"]) == (asked, answers)
     message = ask(aliased, "/v1/messages", asked, messages=messages()).json
     assert (message["model"], message["usage"]["ssmd"]["model"]) == (asked, answers)
+    response = ask(aliased, "/v1/responses", asked, input="Hello", max_tokens=None, max_output_tokens=2).json
+    assert (response["model"], response["usage"]["ssmd"]["model"]) == (asked, answers)
     assert aliased.ask("GET", f"/v1/models/{asked}").json["id"] == asked
 
 
