@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from ssmd.api.anthropic import operations as anthropic
+from ssmd.api.ollama import operations as ollama
 from ssmd.api.openai import operations as openai
 from ssmd.api.own import operations as own
 
-OPERATIONS = (*own.PAGE, *openai.OPERATIONS, *anthropic.OPERATIONS, *own.OPERATIONS, *openai.UNSERVED)
+OPERATIONS = (
+    *own.PAGE,
+    *openai.OPERATIONS,
+    *anthropic.OPERATIONS,
+    *ollama.OPERATIONS,
+    *own.OPERATIONS,
+    *openai.UNSERVED,
+    *ollama.UNSERVED,
+)

@@ -29,7 +29,7 @@ from ssmd.runtime.info import target_for, target_of, targets
 
 RETRY_AFTER_S = 30
 # Base models: they continue a text, were not made to answer, and have no chat template.
-_BASE = frozenset({"mamba-130m", "mamba2-130m"})
+BASE = frozenset({"mamba-130m", "mamba2-130m"})
 # The purpose of each model, from its own card.
 _ABOUT = {
     "falcon-h1-0.5b-instruct": "chat, several languages",
@@ -66,17 +66,7 @@ class Catalog:
 
     async def begin(self, request: Request) -> JSONResponse:
         wanted = await self._pool.body(request, PullBody)
-        await self._pool.run(partial(_check, wanted), client_of(request))
-        try:
-            row = self._pulls.begin(wanted.model, wanted.runtime)
-        except TooManyPulls:
-            raise Rejection(
-                f"{MOST} models wait to be pulled already; try again later",
-                status=503,
-                code="pulls_full",
-                retry_after_s=RETRY_AFTER_S,
-            ) from None
-        return JSONResponse(_told(row), 202)
+        return JSONResponse(await self._pool.run(partial(begin, self._pulls, wanted), client_of(request)), 202)
 
     async def cancel(self, request: Request) -> JSONResponse:
         id_ = request.path_params["id"]
@@ -93,6 +83,20 @@ class Catalog:
     async def runtimes(self, request: Request) -> JSONResponse:
         found = await self._runtimes.found()
         return JSONResponse({"object": "list", "looked_at": self._runtimes.looked_at, "data": found})
+
+
+def begin(pulls: Pulls, wanted: PullBody) -> dict[str, Any]:
+    """Begin a pull, or find it under way, and return its row. Raises Rejection."""
+    _check(wanted)
+    try:
+        return _told(pulls.begin(wanted.model, wanted.runtime))
+    except TooManyPulls:
+        raise Rejection(
+            f"{MOST} models wait to be pulled already; try again later",
+            status=503,
+            code="pulls_full",
+            retry_after_s=RETRY_AFTER_S,
+        ) from None
 
 
 def rows(pulls: Pulls) -> list[dict[str, Any]]:
@@ -142,7 +146,7 @@ def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             here = any(target_for(m.runtime, m.device_class) == target for m in mine)
             row = {"runtime": runtime, "installed": here, "usable": problem is None, "problem": problem}
             made.append(row | {"bytes": _bytes(name, runtime)})
-        about = {"about": _ABOUT.get(name), "base": name in _BASE}
+        about = {"about": _ABOUT.get(name), "base": name in BASE}
         entries.append({"name": name, "family": family, "origin": origin, **about, "runtimes": made})
     return entries
 

@@ -18,6 +18,7 @@ from ssmd.model.defaults import Defaults
 
 AVOID_S = 30.0  # time for which a name avoids a model that failed to load, if it fits another one
 _AGAIN_S = 0.5  # least time between reads of a broken model: it may take long to read, and any request may look
+LATEST = ":latest"  # Ollama's tag of a model's name that has no other
 Stamp = tuple[int, ...]
 Places = Callable[[], Sequence[tuple[str, Path]]]  # (name, folder) of artifacts; raises ModelError
 
@@ -89,7 +90,10 @@ class ModelIndex:
             return list(self._models.values())
 
     def find(self, asked: str) -> Model:
-        """Return the model for a request: of several runtimes the fastest that is usable here. Raises Rejection."""
+        """Return the model for a request: of several runtimes the fastest that is usable here. Raises Rejection.
+
+        A name may have a tag, as `untagged` reads it.
+        """
         with self._lock:
             self._look()
             if any(until < time.monotonic() for until in self._avoided.values()):
@@ -144,7 +148,7 @@ class ModelIndex:
             self._models[id_] = old if old is not None and same else new
 
     def _choose(self, asked: str) -> Model:
-        name, at, which = asked.partition("@")
+        name, at, which = untagged(asked).partition("@")
         everything = list(self._models.values())
         found = [model for model in everything if model.name == name]
         if not found and not at:  # the manifest's own name, or a folder's
@@ -173,6 +177,14 @@ class ModelIndex:
             hint = f"did you mean {' or '.join(others)}? "
         message = f"Model not found: there is no model '{printable(asked)}' here; {hint}{there}"
         return Rejection(message, status=404, code="model_not_found", param="model")
+
+
+def untagged(asked: str) -> str:
+    """Return a model's name without a tag: `smollm2:latest` is `smollm2`, and `qwen3:0.6b` is `qwen3-0.6b`.
+
+    No name of ssmd's own has a colon.
+    """
+    return asked.removesuffix(LATEST).replace(":", "-")
 
 
 def unusable_model(asked: str, why: str) -> Rejection:
