@@ -101,7 +101,8 @@ class _Reader:
         id_, name = fields.pop("tool_call_id", None), fields.pop("tool_name", None)
         old_name = fields.pop("name", None)
         name = old_name if name in _NOTHING else name
-        if id_ in _NOTHING or not (id_ in self._ids or not self._unnamed):
+        lost = isinstance(id_, str) and id_ not in self._ids and self._unnamed
+        if id_ in _NOTHING or lost:
             id_ = self._place(name, where)
         fields["tool_call_id"] = id_
         self._open = [call for call in self._open if call[0] != id_]
@@ -136,9 +137,9 @@ def unpack(context: Any) -> Messages:
             raise ValueError("not a list of whole numbers")
         if len(context) < 3 or context[0] != _MARK or not 0 < context[1] <= MAX_CONTEXT_BYTES:
             raise ValueError("no mark")
-        raw = b"".join(_pieces(context[2:], context[1]))
-        if len(raw) != context[1]:
+        if len(context) != 2 + -(-context[1] // _PIECE):
             raise ValueError("not the length that it names")
+        raw = b"".join(_pieces(context[2:], context[1]))
         found = parse_object(b'{"messages":' + raw + b"}")["messages"]
         if not isinstance(found, list) or not all(map(_is_message, found)):
             raise ValueError("no messages")
@@ -153,7 +154,7 @@ def unpack(context: Any) -> Messages:
 
 def _pieces(numbers: Sequence[int], nbytes: int) -> Iterator[bytes]:
     for number in numbers:
-        yield number.to_bytes(min(_PIECE, max(0, nbytes)))
+        yield number.to_bytes(min(_PIECE, nbytes))
         nbytes -= _PIECE
 
 
