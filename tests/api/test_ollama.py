@@ -176,7 +176,7 @@ def test_the_reason_for_the_end(tiny: Daemon, said: str, more: Fields, reason: s
 
 def test_a_call_that_is_cut_off_has_its_arguments_so_far(tiny: Daemon) -> None:
     seen = set()
-    for n in range(60, 140, 4):
+    for n in range(20, 70, 3):
         for stream in (False, True):
             answer = ask(
                 tiny, user("a"), said=CALL, tools=TOOLS, store=False, stream=stream, options=options(num_predict=n)
@@ -484,6 +484,7 @@ def test_a_prompt_too_long_is_cut_or_refused(tiny: Daemon, artifacts: TinyArtifa
         history = [message for i in range(40) for message in (user(f"{i} " + LONG), answered("ok"))]
         refused = ask(one, *history, user("end"), truncate=False)
         assert (refused.status, set(refused.json)) == (400, {"error"})
+        assert "with truncate: true" in refused.json["error"]
         found = whole_of(ask(one, *history, user("end"), truncate=True, options=options(num_predict=1)))
         assert found["ssmd"]["cut_messages"] > 0
         assert found["prompt_eval_count"] < 3000

@@ -10,6 +10,7 @@ from ssmd.api.http.errors import cut
 from ssmd.api.http.sse import StreamFormat
 from ssmd.engine.terms import Rejection
 
+_TRUNCATION = ("truncation=auto", "truncate: true")  # the engine's words, and Ollama's
 # Ollama's clients parse each line as JSON, which may begin with spaces: a space is no event.
 LINES = StreamFormat("application/x-ndjson", b" ")
 
@@ -21,7 +22,7 @@ def error_form(error: Rejection, request_id: str) -> tuple[int, dict[str, Any]]:
 
 def error_body(error: Rejection) -> dict[str, Any]:
     """Return the body of an error, or the line that ends a stream."""
-    return {"error": cut(error.message)}
+    return {"error": cut(error.message.replace(*_TRUNCATION))}
 
 
 def line(value: Mapping[str, Any]) -> bytes:
