@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from saying import Saying
 from serving import Answer
 
 from ssmd.api.http.errors import IGNORED
-from ssmd.api.ollama.body import OllamaChatBody, chat_request
+from ssmd.api.ollama.body import OllamaChatBody, OllamaGenerateBody, chat_request
 from ssmd.api.ollama.conversation import MAX_CONTEXT_BYTES, pack, unpack
 from ssmd.config import Settings
 from ssmd.model.artifact import SpecialTokens
@@ -488,3 +489,34 @@ def test_a_prompt_too_long_is_cut_or_refused(tiny: Daemon, artifacts: TinyArtifa
         found = whole_of(ask(one, *history, user("end"), truncate=True, options=options(num_predict=1)))
         assert found["ssmd"]["cut_messages"] > 0
         assert found["prompt_eval_count"] < 3000
+
+
+# docs/ollama.md
+
+_ROW = re.compile(r"^\| `(\w+)` \| (both|chat|generate) \| `(.+?)` \| (honoured|ignored|refused) \|", re.MULTILINE)
+ROWS = _ROW.findall((ROOT / "docs" / "ollama.md").read_text("utf-8"))
+ENDPOINTS = {"both": ("chat", "generate"), "chat": ("chat",), "generate": ("generate",)}
+ASKED = [(name, at, example, what) for name, of, example, what in ROWS for at in ENDPOINTS[of]]
+
+
+@pytest.mark.parametrize(("name", "at", "example", "what"), ASKED, ids=[f"{row[0]} of {row[1]}" for row in ASKED])
+def test_a_row_of_the_fields_holds(tiny: Daemon, name: str, at: str, example: str, what: str) -> None:
+    needed: Fields = {"messages": [user("a")]} if at == "chat" else {"prompt": "a"}
+    body = {"model": tiny.model, "store": False, "options": {"num_predict": 2}, "stream": False, "logprobs": True}
+    given = {name: tiny.model if name == "model" else json.loads(example)}
+    answer = tiny.served.ask("POST", f"/api/{at}", {**body, **needed, **given})
+    if what == "refused":
+        assert (answer.status, name in answer.json["error"], "not supported" in answer.json["error"]) == (
+            400,
+            True,
+            True,
+        )
+        return
+    assert answer.status == 200, answer.body
+    assert answer.headers.get(IGNORED) == (name if what == "ignored" else None)
+
+
+def test_the_fields_are_all_in_the_table() -> None:
+    for at, shape in (("chat", OllamaChatBody), ("generate", OllamaGenerateBody)):
+        assert set(shape.model_fields) <= {name for name, where, *_ in ASKED if where == at}
+    assert len(ROWS) > 20

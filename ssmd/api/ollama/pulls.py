@@ -24,7 +24,7 @@ from ssmd.engine.terms import Rejection
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.2  # time between two looks at a pull
-_WAITING = "waiting for another pull"
+_WAITING = "waiting"
 
 
 class OllamaPullBody(NameBody):
