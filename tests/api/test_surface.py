@@ -130,6 +130,9 @@ def _asking(operation: Operation, model: str) -> Any:
         "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
         "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
         "/v1/completions": {"prompt": "x", "max_tokens": 1},
+        "/api/chat": {"messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 1}, "stream": False},
+        "/api/generate": {"prompt": "x", "options": {"num_predict": 1}, "stream": False},
+        "/api/show": {},
         "/tokenize": {"content": "x"},
         "/detokenize": {"tokens": [1]},
     }

@@ -15,7 +15,8 @@ def conversation(url: str, arguments: dict[str, Any]) -> Any:
 
     results: of the calls of the turn before, in order; they name their functions.
     """
-    client, messages, found = ollama.Client(url, timeout=120), [], []
+    client, found = ollama.Client(url, timeout=120), []
+    messages: list[Any] = []
     for turn in arguments.pop("turns"):
         if isinstance(turn, list):
             calls = messages[-1].tool_calls

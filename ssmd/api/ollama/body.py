@@ -122,11 +122,11 @@ def generate_request(
                 said = f"{name} is not possible with raw: true, which takes the prompt as it is; leave one of them out"
                 raise Rejection(said, code="invalid_value", param=name)
         return replace(request, raw=prompt, given=Request(()).given, thinking_budget=None, truncate=False), []
-    said = unpack(body.context)
+    told = unpack(body.context)
     if body.system:  # the same one that the conversation began with, or another one in its place
-        said = [{"role": "system", "content": body.system}, *(one for one in said if one["role"] != "system")]
-    said.append({"role": "user", "content": prompt})
-    return replace(request, messages=read_messages(said, unread, dropped)), said
+        told = [{"role": "system", "content": body.system}, *(one for one in told if one["role"] != "system")]
+    told.append({"role": "user", "content": prompt})
+    return replace(request, messages=read_messages(told, unread, dropped)), told
 
 
 def asked(
