@@ -394,6 +394,7 @@ def test_a_model_is_loaded_and_unloaded_without_a_prompt(artifacts: TinyArtifact
             assert found["load_duration"] >= 1
             said = found["message"]["content"] if path == CHAT else found["response"]
             assert said == ""
+        assert one.engine.metrics.snapshot()["recent"] == [], "the model computed nothing"
         assert [row["name"] for row in one.served.ask("GET", "/api/ps").json["models"]] == [f"{one.model}:latest"]
         gone = whole_of(one.served.ask("POST", CHAT, {"model": one.model, "messages": [], "keep_alive": 0}))
         assert gone["done_reason"] == "unload"
@@ -425,6 +426,14 @@ def test_options_that_do_nothing_are_named(tiny: Daemon) -> None:
     ]
     assert sorted(whole_of(answer)["ssmd"]["ignored"]) == named
     assert sorted(answer.headers[IGNORED].split(", ")) == named
+
+
+def test_a_negative_seed_is_any() -> None:
+    def seed(given: Any) -> int | None:
+        body = OllamaChatBody(model="tiny", messages=[user("a")], options={"seed": given})
+        return chat_request(body, 1000, {}, set(), truncate=False, dropped=None).sampling.seed
+
+    assert [seed(given) for given in (-1, -7, 0, 7, None)] == [None, None, 0, 7, None]
 
 
 def test_options_are_those_of_chat(tiny: Daemon) -> None:
