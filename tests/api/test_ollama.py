@@ -14,7 +14,7 @@ from api.test_anthropic import LONG, message_of
 from api.test_anthropic import TOOLS as ANTHROPIC_TOOLS
 from api.test_calls import CALL, PARIS, SECOND, TOOLS, scripted
 from conftest import ROOT, TinyArtifacts
-from daemon import NO_END, Daemon, daemon, quiet, soon
+from daemon import NO_END, Daemon, daemon, quiet, request, soon
 from saying import Saying
 from serving import Answer
 
@@ -361,8 +361,8 @@ def test_a_context_continues_the_conversation(tiny: Daemon, stream: bool) -> Non
         assert all(type(one) is int and 0 <= one < 2**31 for one in last)
         quiet(tiny)
     turns = tiny.turns(found["ssmd"]["session"])
-    said = [m.role for turn in turns for m in turn.conversation]
-    assert said == ["system", *("user", "assistant") * 3]
+    roles = [str(m.role) for turn in turns for m in turn.conversation]
+    assert roles == ["system", *("user", "assistant") * 3]
     other = whole_of(prompt(tiny, "And now?", "x", context=last, system="Be long."))
     told = tiny.turns(other["ssmd"]["session"])[-1].conversation
     assert [m.content for m in told if m.role == "system"] == ["Be long."]
@@ -409,6 +409,35 @@ def test_a_model_stays_as_long_as_it_is_kept_alive(tiny: Daemon, given: Any, sec
     assert OllamaChatBody(model="m", keep_alive=given).keep_alive == (float("inf") if seconds is None else seconds)
 
 
+def test_a_follower_gets_events_as_of_chat(tiny: Daemon) -> None:
+    """The page follows any answer under way."""
+    body = {
+        "model": tiny.model,
+        "messages": [user("on " + LONG)],
+        "options": options(num_predict=4000, logit_bias=NO_END),
+    }
+    scripted(tiny, "x", ends=False)
+    with tiny.served.connect(request(body, CHAT)) as one:
+        found = b""
+        while b'"done":false' not in found:
+            found += one.recv(1 << 16)
+        [row] = tiny.served.ask("GET", "/ssmd/v1/metrics").json["running"]
+        head = f"GET /ssmd/v1/requests/{row['id']}/stream HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+        with tiny.served.connect(head) as follower:
+            told = b""
+            while b'"content":' not in told:
+                told += follower.recv(1 << 16)
+            assert tiny.served.ask("POST", f"/ssmd/v1/requests/{row['id']}/stop").status == 202
+            while b"[DONE]" not in told:
+                told += follower.recv(1 << 16)
+        while not found.endswith(b"0\r\n\r\n"):
+            found += one.recv(1 << 16)
+    assert b"content-type: text/event-stream" in told
+    assert b'"object":"chat.completion.chunk"' in told
+    assert b'"done":true,"done_reason":"stop"' in found
+    assert b'"stopped":true' in found
+
+
 # Fields
 
 
@@ -438,6 +467,7 @@ def test_a_negative_seed_is_any() -> None:
 
 def test_options_are_those_of_chat(tiny: Daemon) -> None:
     """A seed draws what the same seed draws in chat, with the same options."""
+    assert isinstance(tiny.engine.program, Saying)
     tiny.engine.program.say()  # the model's own words
     mine = {"temperature": 1.5, "seed": 7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "num_predict": 12}
     more = {"repeat_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": NO_END}

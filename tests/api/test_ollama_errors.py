@@ -226,10 +226,10 @@ def test_changes_need_a_right_and_an_origin(
     )
     with daemon(artifacts["llama-f32"], None, settings=Settings(api_keys_file=file, offline=True)) as one:
         raw = {"model": "gpt-2", **body}
-        alice = bearer("alice-has-this-one")
+        alice = dict(bearer("alice-has-this-one"))
         cases: list[tuple[Fields, int]] = [
             ({}, 401),
-            (bearer("screens-look-here"), 403),
+            (dict(bearer("screens-look-here")), 403),
             ({**alice, "host": "elsewhere.example"}, 403),
             ({**alice, "origin": "https://elsewhere.example"}, 403),
             ({**alice, "sec-fetch-site": "cross-site"}, 403),

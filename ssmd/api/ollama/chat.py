@@ -22,7 +22,7 @@ from ssmd.api.ollama.body import (
 )
 from ssmd.api.ollama.conversation import Messages, pack
 from ssmd.api.ollama.errors import LINES, error_body, line
-from ssmd.api.openai.chat import logprob, not_enforced
+from ssmd.api.openai.chat import ChatAnswer, logprob, not_enforced
 from ssmd.api.openai.fields import Fields
 from ssmd.api.operation import Endpoint, Service
 from ssmd.engine.host.host import Host
@@ -105,12 +105,12 @@ class Reader:
         ignored: tuple[str, ...],
         dropped: set[str],
     ) -> ParsedRequest:
-        return ParsedRequest(
+        return ParsedRequest(  # a follower gets server-sent events, in the form that the page reads
             model,
             request,
             stream=body.stream is not False,
             answer=written,
-            followed=written,
+            followed=partial(ChatAnswer, model.name, model.manifest.build, 1, stream=True, include_usage=True),
             keep_alive_s=body.keep_alive,
             ignored=(*ignored, *self._sorting.not_enforced(not_enforced(request))),
             dropped=tuple(sorted(dropped)),
