@@ -173,6 +173,14 @@ def test_a_pull_tells_its_progress(three: Several, monkeypatch: pytest.MonkeyPat
     assert (whole.status, whole.json) == (200, {"status": "success"})
 
 
+def test_a_silent_pull_is_filled_with_spaces(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Script(monkeypatch, {"stage": "fetching"}, {"stage": "fetching"}, {"stage": "fetching"})
+    with several(models, stream_comment=0.05) as one:
+        lines = one.ask("POST", "/api/pull", {"model": "smollm2"}).body.splitlines()
+    assert any(line.startswith(b" ") for line in lines)
+    assert [json.loads(line)["status"] for line in lines][-2:] == ["fetching", "success"]
+
+
 def test_a_pull_that_fails_says_why(three: Several, monkeypatch: pytest.MonkeyPatch) -> None:
     Script(monkeypatch, {"stage": "fetching"}, code=1)
     lines = three.ask("POST", "/api/pull", {"model": "qwen3:0.6b"}).body.splitlines()

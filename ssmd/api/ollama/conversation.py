@@ -52,6 +52,8 @@ class _Reader:
         if not isinstance(entry, dict):
             return entry
         role = entry.get("role")
+        if len(entry) == 2 and type(entry.get("content")) is str and role != "tool":
+            return entry  # most of a long conversation
         fields = dict(entry)
         read_images(fields.pop("images", None), f"{where}.images")
         if fields.get("content") is None and role in ("system", "user"):

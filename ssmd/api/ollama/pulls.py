@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ class Pull:
         body = await self._pool.body(request, OllamaPullBody)
         wanted = PullBody(model=untagged(body.asked)[:200])
         row = await self._pool.run(partial(pulls.begin, self._pulls, wanted), client_of(request))
-        stream = sse.EventStream(send, self._stall_s, self._silence_s, LINES)
+        stream = sse.EventStream(send, self._stall_s, form=LINES)
         async with watched(receive) as delivery:
             try:
                 if body.stream is False:
@@ -69,6 +70,7 @@ class Pull:
     async def _tell(self, id_: str, stream: sse.EventStream, delivery: Delivery) -> None:
         """Write a line for each news of a pull, and its end. Raises ClientGone and ClientStalled."""
         before: dict[str, Any] = {}
+        written = time.monotonic()
         while True:
             delivery.check()
             row = self._row(id_)
@@ -77,7 +79,10 @@ class Pull:
             news = _progress(row)
             if news != before:
                 await stream.write(line(news))
-                before = news
+                before, written = news, time.monotonic()
+            elif time.monotonic() - written >= self._silence_s:
+                await stream.write(LINES.comment)
+                written = time.monotonic()
             await asyncio.sleep(_LOOK_S)
         try:
             _check(row)
