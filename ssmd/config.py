@@ -95,6 +95,12 @@ class Settings(BaseSettings):
     socket: Annotated[Path, AfterValidator(folder.expanded)] | None = Field(
         None, description="path of a Unix socket to listen at, which this user alone can reach; no port is opened then"
     )
+    also_listen: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="a second port of the same host, such as 11434, Ollama's, for [its clients](ollama.md)",
+    )
     api_key: SecretStr | None = Field(
         None, description="what clients must send as `Authorization: Bearer …`; 8 to 512 printable ASCII characters"
     )
@@ -317,6 +323,15 @@ class Settings(BaseSettings):
     @classmethod
     def _aliases_are_aliases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(str, aliases.parse(value)))
+
+    @field_validator("also_listen")
+    @classmethod
+    def _second_port_is_another(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("socket") is not None:
+            raise ValueError("there is a socket too, in place of any port; leave one of them out")
+        if value is not None and value == info.data.get("port"):
+            raise ValueError("the daemon listens at this port anyway; leave it out, or name another")
+        return value
 
     @property
     def defaults(self) -> dict[str, Default]:

@@ -6,12 +6,17 @@ import errno
 import math
 import os
 import re
+import shutil
+import stat
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from ssmd.machine.cache import forget
 from ssmd.machine.privatefile import others_write
 from ssmd.machine.spelling import by_likeness, nearest
 from ssmd.model.artifact import MANIFEST, NAME_PATTERN, ArtifactError, Manifest
@@ -133,6 +138,49 @@ def candidates(model: str | None, models_dir: Path) -> list[InstalledModel]:
 def named(model: str, models_dir: Path) -> list[InstalledModel]:
     """List the artifacts of an installed model, broken ones too, at least one. Raises ModelError."""
     return [i for i in installed(models_dir) if i.name == model] or _unknown(model, models_dir)
+
+
+def removable(model: str, models_dir: Path, runtime: str | None = None) -> list[InstalledModel]:
+    """List the artifacts of an installed model that may be removed, at least one. Raises ModelError.
+
+    runtime: only its artifacts, or those of a device class of that name. Links are not followed.
+    """
+    found = named(model, models_dir)
+    if runtime is not None:
+        there = ", ".join(sorted({_runtime(one) for one in found}))
+        found = [one for one in found if runtime in (_runtime(one), one.manifest and one.manifest.device_class)]
+        if not found:
+            raise ModelError(f"model {model!r} has no artifact for runtime {runtime!r}; it has: {there}")
+    for path in (models_dir / model, *(one.path for one in found)):
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            raise ModelError(f"{path} is a link to {os.path.realpath(path)}; remove the link if you do not want it")
+    artifacts = [one for one in found if (one.path / MANIFEST).is_file()]
+    if not artifacts:
+        raise ModelError(f"{found[0].path} has no {MANIFEST}, so it is not an artifact, and is not removed")
+    return artifacts
+
+
+def discard(found: Iterable[InstalledModel]) -> None:
+    """Remove artifacts, the caches of runtimes for them, and the folder of their model once it is empty.
+
+    Each is moved aside at once, then deleted. If the process is killed, the next build deletes the hidden rest. Raises
+    OSError.
+    """
+    for one in found:
+        aside = Path(tempfile.mkdtemp(prefix=f".{one.path.name}-", dir=one.path.parent))
+        try:
+            one.path.rename(aside / "removed")
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        if one.manifest is not None:
+            forget(one.manifest.build)
+        with suppress(OSError):  # the folder is not empty
+            one.path.parent.rmdir()
+
+
+def _runtime(one: InstalledModel) -> str:
+    """Return an artifact's runtime; taken from the folder's name if the manifest cannot be read."""
+    return one.path.name.partition("-")[0] if one.manifest is None else one.manifest.runtime
 
 
 def _unknown(model: str, models_dir: Path) -> NoReturn:

@@ -57,7 +57,10 @@ class ServerError(RuntimeError):
 
 
 def listen(settings: Settings) -> tuple[list[socket.socket], str]:
-    """Return listening sockets, and their place as clients name it. Raises ServerError."""
+    """Return listening sockets, and their place as clients name it. Raises ServerError.
+
+    Those of `also_listen` come last.
+    """
     if settings.socket is not None:
         try:
             return [listen_privately(settings.socket, connections.BACKLOG)], f"the socket {settings.socket}"
@@ -66,8 +69,16 @@ def listen(settings: Settings) -> tuple[list[socket.socket], str]:
                 f"cannot listen at the socket {settings.socket}: {err.strerror or err}; or choose another with --socket"
             ) from err
     sockets = _listen_on(settings.host, settings.port)
+    first = len(sockets)
+    if settings.also_listen is not None:
+        try:
+            sockets += _listen_on(settings.host, settings.also_listen, "also_listen")
+        except ServerError:
+            for one in sockets:
+                one.close()
+            raise
     named = settings.host.lower() == "localhost"
-    if _everywhere(settings.host) or (named and len(sockets) == 1):  # a client cannot open it, or may reach another
+    if _everywhere(settings.host) or (named and first == 1):  # a client cannot open it, or may reach another
         return sockets, f"{discovery.url_of(sockets)}/v1"
     return sockets, f"http://{hosts.bracketed(settings.host)}:{sockets[0].getsockname()[1]}/v1"
 
@@ -78,8 +89,10 @@ def _everywhere(host: str) -> bool:
     return address is not None and address.is_unspecified
 
 
-def _listen_on(host: str, port: int) -> list[socket.socket]:
+def _listen_on(host: str, port: int, setting: str = "port") -> list[socket.socket]:
     """Return sockets that listen on every address of `host`, all at one port. Raises ServerError.
+
+    setting: the one that chose the port.
 
     127.0.0.1 and localhost are both loopback addresses, IPv4's first: a client that opens localhost may mean either.
     """
@@ -89,9 +102,8 @@ def _listen_on(host: str, port: int) -> list[socket.socket]:
             listening = _bind("127.0.0.1" if loopback else host, port)
         except OSError as err:
             reason = os.strerror(err.errno) if err.errno and err.errno > 0 else str(err)
-            raise ServerError(
-                f"cannot listen on {host} port {port}: {reason}; stop what uses it, or choose another with --port"
-            ) from err
+            other = "choose another with --port" if setting == "port" else "leave --also-listen out"
+            raise ServerError(f"cannot listen on {host} port {port}: {reason}; stop what uses it, or {other}") from err
         if not loopback:
             return listening
         chosen = listening[0].getsockname()[1]
@@ -248,6 +260,8 @@ def _ways(host: Host, settings: Settings, url: str | None, run: str | None) -> l
     url: the daemon's; None if it listens at a socket. run: as `serve` takes it; None: no command finds the daemon.
     """
     ways = [] if url is None else [("in a browser:", f"{url}/")]
+    if url is not None and settings.also_listen is not None:
+        ways.append(("as Ollama:", f"{url.rpartition(':')[0]}:{settings.also_listen}"))
     there = [model for model in host.shelf.models() if model.found.manifest is not None and not model.found.problem]
     names = sorted({model.name for model in there})
     if run is not None and names:

@@ -32,11 +32,11 @@ from openai_client import openai
 from serving import Served
 
 from ssmd.api.generate.fair_reading import LONG_BYTES
-from ssmd.config import Settings
+from ssmd.config import Settings, SettingsError
 from ssmd.daemon import discovery
 from ssmd.daemon.logfile import OneLine
 from ssmd.machine import hosts
-from ssmd.server import listen
+from ssmd.server import ServerError, listen
 
 CHAT = "/v1/chat/completions"
 
@@ -465,6 +465,53 @@ def test_a_port_in_use(artifact: Path, tmp_path: Path) -> None:
     assert f"127.0.0.1 port {port}" in said
     assert "--port" in said
     assert f"ended: cannot listen on 127.0.0.1 port {port}" in (tmp_path / "data" / "daemon.log").read_text()
+
+
+def test_a_second_port_answers_as_the_first(artifact: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        second = free.getsockname()[1]
+    with running(tmp_path, str(artifact), "--also-listen", str(second)) as (_, served):
+        for port in (served.port, second):
+            for host in ("127.0.0.1", "::1"):
+                for path, wanted in (("/", "text/html"), ("/api/version", "application/json")):
+                    connection = http.client.HTTPConnection(host, port, timeout=20)
+                    fields = {"accept": wanted, "host": f"localhost:{port}", "origin": f"http://localhost:{port}"}
+                    connection.request("GET", path, headers=fields)
+                    response = connection.getresponse()
+                    assert response.status == 200, (host, port)
+                    assert wanted in response.headers["content-type"]
+                    connection.close()
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            connection.request("GET", "/api/version", headers={"host": f"elsewhere.example:{port}"})
+            assert connection.getresponse().status == 403
+            connection.close()
+        address = discovery.find(tmp_path / "data")
+        assert address is not None
+        assert address.url == f"http://127.0.0.1:{served.port}", "commands ask at the first"
+
+
+def test_a_second_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"127.0.0.1 port {port}: .*, or leave --also-listen out$"):
+            listen(Settings(port=0, also_listen=port))
+    with listening(port=0, also_listen=port) as (addresses, place):  # it let go of the first one, too
+        assert [address.endswith(f":{port}") for address in addresses] == [False, False, True, True]
+        assert place == f"http://{addresses[0]}/v1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"also_listen": 0}, "greater than or equal to 1"),
+        ({"also_listen": 65536}, "less than or equal to 65535"),
+        ({"also_listen": 7763}, "listens at this port anyway"),
+        ({"also_listen": 11434, "socket": Path("/run/x.sock")}, "there is a socket too"),
+    ],
+)
+def test_a_second_port_that_cannot_be(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        Settings(**flags)
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.http.errors import ErrorForm
 from ssmd.api.http.keys import Keys
 from ssmd.api.http.security import READING, PathRules
+from ssmd.api.http.sse import EVENTS as SERVER_SENT
+from ssmd.api.http.sse import StreamFormat
 from ssmd.config import Settings
 from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host.host import Host
@@ -99,6 +101,7 @@ class Operation:
     errors: Mapping[int, str] = field(default_factory=dict)  # statuses beside those of every operation
     error: str = "Error"  # the name of an error's shape in ssmd/api/shapes.py
     error_form: ErrorForm | None = None  # of errors at its path and below, in place of OpenAI's
+    error_root: str = ""  # the path at which, and below which, errors have that form, in place of its own
     instead: Mapping[int, int] = field(default_factory=dict)  # statuses in place of others, as its form has them
     body: RequestBody | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)  # schemas of parameters, by name
@@ -179,15 +182,18 @@ class Service:
         found: T = made
         return found
 
-    def front(self, read: Read) -> Front:
-        """Return an endpoint that generates. read: makes a request of a body's fields. Its entry names the pool."""
-        return self.front_for(lambda domain: read)
+    def front(self, read: Read, form: StreamFormat = SERVER_SENT) -> Front:
+        """Return an endpoint that generates. Its entry names the pool.
 
-    def front_for(self, read_for: Callable[[Domain], Read]) -> Front:
+        read: makes a request of a body's fields. form: of its streams.
+        """
+        return self.front_for(lambda domain: read, form)
+
+    def front_for(self, read_for: Callable[[Domain], Read], form: StreamFormat = SERVER_SENT) -> Front:
         """Return an endpoint that generates, and whose bodies are read for the caller's domain, as `front`."""
         if self.operation is None or self.operation.pool != "chats":
             raise ValueError("an operation that generates takes turns in the pool of chats")
-        return Front(self.host, self.gate, read_for, self.under_way, self.stall_s, self.settings.stream_comment)
+        return Front(self.host, self.gate, read_for, self.under_way, self.stall_s, self.settings.stream_comment, form)
 
     def of(self, operation: Operation) -> Service:
         """Return the service as an operation's endpoint gets it."""
@@ -217,5 +223,7 @@ def path_rules(service: Service) -> PathRules:
         body_limits={one.path: one.max_body_bytes for one in service.operations if one.max_body_bytes is not None},
         any_base=where(lambda one: one.any_base and "{" not in one.path),
         any_base_below=tuple(path.partition("{")[0] for path in where(lambda one: one.any_base and "{" in one.path)),
-        error_forms={one.path: one.error_form for one in service.operations if one.error_form is not None},
+        error_forms={
+            one.error_root or one.path: one.error_form for one in service.operations if one.error_form is not None
+        },
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ssmd.api.anthropic import operations as anthropic
+from ssmd.api.ollama import operations as ollama
 from ssmd.api.openai import operations as openai
 from ssmd.api.openai.responses import operations as responses
 from ssmd.api.own import operations as own
@@ -12,6 +13,8 @@ OPERATIONS = (
     *openai.OPERATIONS,
     *responses.OPERATIONS,
     *anthropic.OPERATIONS,
+    *ollama.OPERATIONS,
     *own.OPERATIONS,
     *openai.UNSERVED,
+    *ollama.UNSERVED,
 )

@@ -35,6 +35,10 @@ class AnthropicError(Shape):
     request_id: str
 
 
+class OllamaError(Shape):
+    error: str
+
+
 class Root(Shape):
     object: Literal["ssmd"]
     name: Literal["ssmd"]
@@ -138,6 +142,70 @@ class ItemPage(Shape):
 
 class TokenCount(Shape):
     input_tokens: int
+
+
+class OllamaEnd(Shape):
+    model: str
+    created_at: str
+    done: Literal[True]
+    done_reason: Literal["stop", "length", "load", "unload"]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+    ssmd: OllamaUsage | None = None
+
+
+class OllamaUsage(OwnUsage):
+    cached_tokens: int
+
+
+class OllamaMessage(Shape):
+    role: Literal["assistant"]
+    content: str
+    thinking: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class OllamaChat(OllamaEnd):
+    message: OllamaMessage
+
+
+class OllamaGenerated(OllamaEnd):
+    response: str
+    thinking: str | None = None
+    context: list[int] | None = None
+
+
+class OllamaVersion(Shape):
+    version: str
+    ssmd: str
+
+
+class OllamaModel(Shape):
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: dict[str, Any]
+
+
+class OllamaModelList(Shape):
+    models: list[OllamaModel]
+
+
+class OllamaModelInfo(Shape):
+    template: str
+    details: dict[str, Any]
+    model_info: dict[str, Any]
+    capabilities: list[Literal["completion", "tools", "thinking"]]
+    modified_at: str
+
+
+class OllamaStatus(Shape):
+    status: str
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,14 +32,14 @@ def remove(
 ) -> None:
     """Remove an installed model. Its conversations stay, and go on when it is installed again."""
     from ssmd.config import Settings
-    from ssmd.machine.cache import forget
+    from ssmd.installed import discard, removable
     from ssmd.machine.size import show_size
     from ssmd.model.artifact import NAME_PATTERN
 
     if not re.fullmatch(NAME_PATTERN, model):
         fail(f"{model!r} is not a valid model name; `ssmd list` shows the installed models", 2)
     settings = Settings(data_dir=data_dir, models_dir=models_dir)
-    found = _found(model, settings.models_dir, runtime)
+    found = removable(model, settings.models_dir, runtime)
     sizes = [_size(one.path) for one in found]
     for one, size in zip(found, sizes, strict=True):
         typer.echo(f"{one.path}: {show_size(size)}", err=True)
@@ -50,61 +48,16 @@ def remove(
         if not sys.stdin.isatty():
             fail("refusing to remove without confirmation; pass --yes", 2)
         typer.confirm("Remove this?", abort=True, err=True)
-    for one in found:
-        _remove(one.path)
-        if one.manifest is not None:
-            forget(one.manifest.build)
-    with suppress(OSError):  # the folder is not empty
-        (settings.models_dir / model).rmdir()
+    discard(found)
     if as_json:
         typer.echo(json.dumps({"removed": [str(one.path) for one in found], "bytes": sum(sizes)}))
         return
     typer.echo(f"removed {model}, {show_size(sum(sizes))}; its conversations stay, for when it is installed again")
 
 
-def _found(model: str, models_dir: Path, runtime: str | None) -> Sequence[InstalledModel]:
-    """Return the artifacts to remove, at least one. Raises ModelError."""
-    from ssmd.installed import ModelError, named
-    from ssmd.model.artifact import MANIFEST
-
-    found = named(model, models_dir)
-    if runtime is not None:
-        there = ", ".join(sorted({_runtime(one) for one in found}))
-        found = [one for one in found if runtime in (_runtime(one), one.manifest and one.manifest.device_class)]
-        if not found:
-            raise ModelError(f"model {model!r} has no artifact for runtime {runtime!r}; it has: {there}")
-    for path in (models_dir / model, *(one.path for one in found)):
-        if not stat.S_ISDIR(path.lstat().st_mode):
-            raise ModelError(f"{path} is a link to {os.path.realpath(path)}; remove the link if you do not want it")
-    artifacts = [one for one in found if (one.path / MANIFEST).is_file()]
-    if not artifacts:
-        raise ModelError(f"{found[0].path} has no {MANIFEST}, so it is not an artifact, and is not removed")
-    return artifacts
-
-
-def _runtime(one: InstalledModel) -> str:
-    """Return an artifact's runtime; taken from the folder's name if the manifest cannot be read."""
-    return one.path.name.partition("-")[0] if one.manifest is None else one.manifest.runtime
-
-
 def _size(folder: Path) -> int:
     """Return the bytes of all files in a folder. Follows no link."""
     return sum((Path(at) / name).lstat().st_size for at, _, names in os.walk(folder) for name in names)
-
-
-def _remove(folder: Path) -> None:
-    """Move a folder aside at once, then delete it.
-
-    If the process is killed, the hidden rest is deleted by the next build.
-    """
-    import shutil
-    import tempfile
-
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        folder.rename(aside / "removed")
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _tell_of_daemon(data_dir: Path, found: Sequence[InstalledModel]) -> None:

@@ -23,6 +23,9 @@ def serve(
     socket: Annotated[
         Path | None, typer.Option(help="Listen at this Unix socket, for this user alone, and at no port.")
     ] = None,
+    also_listen: Annotated[
+        int | None, typer.Option(help="A second port, such as 11434, where Ollama's clients look.", metavar="PORT")
+    ] = None,
     browse: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     device: options.Device = None,
     threads: options.Threads = None,
@@ -70,13 +73,14 @@ def serve(
     from ssmd.cli.pull import first_model
     from ssmd.config import Settings
 
-    if socket is not None and (host is not None or port is not None):
-        raise typer.BadParameter("--socket replaces a port: leave --host and --port out")
+    if socket is not None and (host is not None or port is not None or also_listen is not None):
+        raise typer.BadParameter("--socket replaces a port: leave --host, --port and --also-listen out")
     if socket is not None and browse:
         raise typer.BadParameter("--open opens a page at a port, and a browser cannot reach a socket: leave one out")
     settings = Settings(
         access_log=access_log or None,
         access_log_format=access_log_format,
+        also_listen=also_listen,
         data_dir=data_dir,
         default=default or None,
         device=device,

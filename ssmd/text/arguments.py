@@ -20,6 +20,17 @@ def read_arguments(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and _is_plain(value, MAX_DEPTH) else None
 
 
+def arguments_so_far(text: str) -> dict[str, Any]:
+    """Return arguments as an object: as far as they came, if the answer was cut off in them."""
+    found = read_arguments(text)
+    if found is None:
+        try:
+            found = from_json(text, allow_partial="trailing-strings")
+        except ValueError:
+            found = None
+    return found if isinstance(found, dict) else {}
+
+
 def canonical(text: str) -> str:
     """Return arguments in a canonical form, so that equal ones compare equal.
 

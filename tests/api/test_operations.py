@@ -132,6 +132,9 @@ POOLED: dict[str, dict[str, Any]] = {
     "/tokenize": {"content": "x"},
     "/detokenize": {"tokens": [1]},
     "/apply-template": {"messages": [{"role": "user", "content": "x"}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 1}},
+    "/api/generate": {"prompt": "x", "options": {"num_predict": 1}},
+    "/api/show": {},
 }
 TRIED = [one for one in OPERATIONS if not (one.effect or one.endless)]
 
@@ -150,7 +153,7 @@ def test_work_takes_turns_in_the_declared_pool(
     body = {"model": tiny.model, **POOLED[operation.path]} if operation.path in POOLED else {}
     path = operation.template.replace("{model}", tiny.model).replace("{session}", "ses_x").replace("{id}", "none")
     answer = tiny.served.ask(operation.method, path, None if operation.method == "GET" else body)
-    assert answer.status < 500, answer.body
+    assert answer.status < 500 or answer.status == operation.status, answer.body
     declared = {operation.pool} | ({"store"} if operation.pool == "chats" else set())
     assert used <= declared, "it works in another pool"
     assert operation.body is None or operation.path not in POOLED or operation.pool in used

@@ -30,7 +30,8 @@ def page() -> Page:
 def test_every_file_is_sent_as_what_it_is(page: Page) -> None:
     with serving(app_of(service_of(PAGE, Settings(api_key="a-long-secret")))) as one:
         for path in ["/", *page.paths]:
-            answer = one.ask("GET", path)
+            wanted = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"} if path == "/" else {}
+            answer = one.ask("GET", path, headers=wanted)
             assert answer.status == 200, path
             assert answer.headers["content-security-policy"] == POLICY
             assert answer.headers["x-content-type-options"] == "nosniff"
@@ -40,7 +41,7 @@ def test_every_file_is_sent_as_what_it_is(page: Page) -> None:
             assert answer.body == (WEB / name).read_bytes()
             kind = {"js": "text/javascript", "mjs": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
             assert answer.headers["content-type"].startswith(kind.get(name.rpartition(".")[2], "text/html"))
-            again = one.ask("GET", path, headers={"if-none-match": answer.headers["etag"]})
+            again = one.ask("GET", path, headers={**wanted, "if-none-match": answer.headers["etag"]})
             assert (again.status, again.body) == (304, b"")
             assert again.headers["content-security-policy"] == POLICY
         assert one.ask("HEAD", "/").body == b""

@@ -132,6 +132,9 @@ def _asking(operation: Operation, model: str) -> Any:
         "/v1/completions": {"prompt": "x", "max_tokens": 1},
         "/v1/responses": {"input": "x", "max_output_tokens": 1},
         "/v1/responses/input_tokens": {"input": "x"},
+        "/api/chat": {"messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 1}, "stream": False},
+        "/api/generate": {"prompt": "x", "options": {"num_predict": 1}, "stream": False},
+        "/api/show": {},
         "/tokenize": {"content": "x"},
         "/detokenize": {"tokens": [1]},
     }

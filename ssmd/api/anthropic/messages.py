@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -22,7 +21,7 @@ from ssmd.engine.engine import Engine
 from ssmd.engine.host.host import Host
 from ssmd.engine.request import Delta, FinishReason, Usage
 from ssmd.engine.terms import Rejection
-from ssmd.text.arguments import read_arguments
+from ssmd.text.arguments import arguments_so_far
 
 _SIGNATURE = "c3NtZA=="  # of reasoning; clients send it back, and it is not read
 _EMPTY: Mapping[str, Mapping[str, Any]] = {  # blocks at their beginning
@@ -118,7 +117,9 @@ class MessageAnswer(Answer):
         if choice.text:
             content.append({"type": "text", "text": choice.text})
         for call in choice.calls:
-            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
+            content.append(
+                {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_so_far(call.arguments)}
+            )
         stop = _stop(choice.finish_reason, usage, called=bool(choice.calls))
         return {**self._message, "content": content, **stop, "usage": self._usage(usage)}
 
@@ -201,17 +202,6 @@ def _stop(reason: FinishReason, usage: Usage, *, called: bool) -> dict[str, str 
     if reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     return {"stop_reason": "tool_use" if called and not usage.stopped else "end_turn", "stop_sequence": None}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object: as far as they came, if the answer was cut off in them."""
-    found = read_arguments(arguments)
-    if found is None:
-        try:
-            found = from_json(arguments, allow_partial="trailing-strings")
-        except ValueError:
-            found = None
-    return found if isinstance(found, dict) else {}
 
 
 def _event(data: Mapping[str, Any]) -> bytes:

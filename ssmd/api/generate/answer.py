@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ssmd.api.generate.idempotency import REPLAYED
 from ssmd.api.http.errors import IGNORED
@@ -96,6 +96,7 @@ class ParsedRequest:
     followed: Callable[[ResponseInfo], Answer]  # builds the answer for a follower
     keep_alive_s: float | None = None  # how long the model stays loaded; None: as configured
     background: bool = False  # go on when the client leaves
+    only: Literal["load", "unload"] | None = None  # do this with the model; there is nothing to answer
     ignored: tuple[str, ...] = ()  # ignored fields of the body, as Fields names them
     dropped: tuple[str, ...] = ()  # as in a ResponseInfo
     variables: Mapping[str, str] = field(default_factory=dict)  # by field, the chat template's variable that it sets

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
@@ -32,7 +32,7 @@ from ssmd.engine.host.host import Host
 from ssmd.engine.host.loader import LeaseRequest, ModelLease
 from ssmd.engine.metrics import CANCELLED, STOPPED
 from ssmd.engine.persist.replay import events
-from ssmd.engine.request import Delta, Event, Failure, Finish, Recall, Request, label
+from ssmd.engine.request import Delta, Event, Failure, Finish, Recall, Request, Usage, label
 from ssmd.engine.sampling.trial import PendingTrial
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
@@ -46,7 +46,8 @@ class Front:
     """The ASGI app of an endpoint that generates.
 
     read_for: returns what reads a body for the caller's domain. stall_s: seconds after which a client that reads
-    nothing is disconnected. silence_s: seconds between the comments of a stream that has no event yet.
+    nothing is disconnected. silence_s: seconds between the comments of a stream that has no event yet. form: of the
+    protocol's streams.
     """
 
     def __init__(
@@ -57,22 +58,25 @@ class Front:
         under_way: InFlightAnswers,
         stall_s: float,
         silence_s: float,
+        form: sse.StreamFormat = sse.EVENTS,
     ) -> None:
         self.host, self.under_way, self.read_for = host, under_way, read_for
         self.repeats, self.pool = Repeats(host, gate.store), gate.chats
-        self._stall_s, self._silence_s = stall_s, silence_s
+        self._stall_s, self._silence_s, self._form = stall_s, silence_s, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery, exchange, watcher = Delivery(), None, None
         ended, key = False, caller_of(scope).name
-        stream = sse.EventStream(send, self._stall_s, self._silence_s)
+        stream = sse.EventStream(send, self._stall_s, self._silence_s, self._form)
         try:
             http = HttpRequest(scope, receive)
             raw = await read_body(http)
             watcher = asyncio.create_task(delivery.watch(receive))
             exchange = _Exchange(self, raw, http, delivery)
             parsed = await exchange.parse()
-            if parsed.stream:
+            if parsed.only is not None:
+                await JSONResponse(await exchange.only(parsed.only))(scope, receive, send)
+            elif parsed.stream:
                 await self._stream(exchange, stream)
             else:
                 head = await exchange.begin()
@@ -240,6 +244,17 @@ class _Exchange:
             raise
         attempt.follow(self.delivery, head.id)
         return self._begun(head)
+
+    async def only(self, what: Literal["load", "unload"]) -> Mapping[str, Any]:
+        """Load or unload the request's model, and return the answer that says so. Raises Rejection and ClientGone."""
+        assert self._request is not None, "parse comes first"
+        began = time.perf_counter()
+        if what == "unload":
+            self._host.unload(self.parsed.model)
+        else:
+            (await self._lend(self._request)).release()
+        took_ms = (time.perf_counter() - began) * 1e3
+        return self.parsed.answer(self.expected_head).whole((), Usage.of_nothing(None, took_ms))
 
     async def first(self) -> Event:
         """Return the answer's first event. The request is submitted again whenever an engine recalls it."""

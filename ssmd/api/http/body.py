@@ -23,6 +23,7 @@ from ssmd.model.strict import Strict, too_many
 from ssmd.sessions.turn import ID_PATTERN
 
 READ_TIMEOUT_S = 60.0
+_CURLS = "application/x-www-form-urlencoded"  # that curl sends for -d, as in the examples of Ollama's documentation
 MAX_VALUES = 250_000  # a conversation of 10,000 messages, each of five parts, has fewer
 MAX_SHOWN_CHARS = 80
 _ENTRIES = 8
@@ -55,7 +56,7 @@ Model = TypeVar("Model", bound=StrictModel)
 async def read_body(request: Request) -> bytes:
     """Return the whole body; security.py limits its size. Raises Rejection."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    if kind != "application/json" and not kind.endswith("+json") and not (kind == _CURLS and _is_for_ollama(request)):
         raise Rejection(
             f"content-type {brief(kind)} is not supported here; send application/json",
             status=415,
@@ -75,6 +76,12 @@ async def read_body(request: Request) -> bytes:
         raise Rejection(
             f"the request body did not arrive within {READ_TIMEOUT_S:.0f} s", status=408, code="body_timeout"
         ) from None
+
+
+def _is_for_ollama(request: Request) -> bool:
+    """Return True for a request to Ollama's API that no browser sent: those have an origin."""
+    path: str = request.scope["path"]
+    return path.startswith("/api/") and not {"origin", "sec-fetch-site"} & set(request.headers)
 
 
 def parse_object(raw: bytes, go_on: Callable[[], None] = lambda: None) -> dict[str, Any]:

@@ -72,11 +72,14 @@ class PathRules:
     def canonical(self, path: str) -> str:
         """Return the path that a client with a wrong base URL means; any other path as it is.
 
-        Such are `//v1/models`, `/v1/v1/models`, `/v1/models/`, `/chat/completions`, `/api/v1/chat/completions`.
+        Such are `//v1/models`, `/v1/v1/models`, `/v1/models/`, `/chat/completions`, `/api/v1/chat/completions`, and
+        `/v1/api/tags`.
         """
         if path in self.any_base:
             return path
         means = re.sub("/{2,}", "/", path).rstrip("/")
+        if (ollamas := re.sub("^(/v1|/api)*/api/", "/api/", means)) in self.any_base:
+            return ollamas
         means = re.sub("^(/api|/openai|/anthropic)?(/v1)*/", "/v1/", means)
         return means if means in self.any_base or means.startswith(self.any_base_below) else path
 

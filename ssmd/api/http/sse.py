@@ -6,12 +6,24 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Send
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"  # clients ignore it; it tells them, and proxies, that the connection lives
+
+
+@dataclass(frozen=True)
+class StreamFormat:
+    """A form of streams. comment: bytes that clients ignore, between events."""
+
+    media_type: str
+    comment: bytes
+
+
+EVENTS = StreamFormat("text/event-stream; charset=utf-8", COMMENT)
 
 
 class ClientStalled(Exception):
@@ -26,10 +38,10 @@ def encode(value: Mapping[str, Any]) -> bytes:
 class EventStream:
     """A response under way. Every method raises ClientStalled if the client reads nothing for `stall_s` seconds."""
 
-    def __init__(self, send: Send, stall_s: float, silence_s: float = 10.0) -> None:
+    def __init__(self, send: Send, stall_s: float, silence_s: float = 10.0, form: StreamFormat = EVENTS) -> None:
         """silence_s: seconds between comments in `kept_alive`."""
         self.opened = False
-        self._send = send
+        self._send, self._form = send, form
         self._stall_s, self._silence_s = stall_s, silence_s
 
     @asynccontextmanager
@@ -55,12 +67,12 @@ class EventStream:
             except TimeoutError:
                 if not self.opened:
                     await self.open(headers)
-                await self.write(COMMENT)
+                await self.write(self._form.comment)
 
     async def open(self, headers: Mapping[str, str]) -> None:
         self.opened = True
         fields = {
-            "content-type": "text/event-stream; charset=utf-8",
+            "content-type": self._form.media_type,
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
             **headers,

@@ -148,10 +148,11 @@ def _delta(delta: Delta) -> dict[str, Any]:
 
 
 def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-    return {"content": [_logprob(entry) for entry in entries], "refusal": None} if entries else None
+    return {"content": [logprob(entry) for entry in entries], "refusal": None} if entries else None
 
 
-def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+def logprob(entry: TokenLogprob) -> dict[str, Any]:
+    """Return a token with its log-probability, and those of the likeliest ones."""
     return {
         **_token(entry.token, entry.utf8, entry.logprob),
         "top_logprobs": [_token(token, utf8, logprob) for token, utf8, logprob in entry.top],

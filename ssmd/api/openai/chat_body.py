@@ -57,8 +57,18 @@ Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(fail_fast=True, max_length=MAX_STOPS)
 ]
 ShortText = Annotated[str, Field(max_length=1000)]
-Seconds = Annotated[float, Field(allow_inf_nan=True)]  # infinite: for ever
 
+
+def _seconds(value: Any) -> Any:
+    """Return the seconds of a time as clients write it, infinite if it is negative; other values unchanged."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return value if 0 <= value <= MAX_S else math.inf
+    return parse_duration(value) if isinstance(value, str) else value
+
+
+KeepAlive = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_seconds)]  # infinite: for ever
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -99,17 +109,8 @@ class AnswerBody(create_model("SamplingBody", __base__=StructuredFields, **_SAMP
     logit_bias: Annotated[dict[str, Bias], _FIRST_BIAS] | None = None
     store: bool | None = None
     prompt_cache_retention: Literal["24h", "in_memory", "in-memory", "none"] | None = None  # with store: false
-    keep_alive: Seconds | None = None  # of the model, from the end of this request
+    keep_alive: KeepAlive | None = None  # of the model, from the end of this request
     background: bool | None = None
-
-    @field_validator("keep_alive", mode="before")
-    @classmethod
-    def _keep_alive_is_a_time(cls, value: Any) -> Any:
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, int | float):
-            return value if 0 <= value <= MAX_S else math.inf
-        return parse_duration(value) if isinstance(value, str) else value
 
 
 class GenerationBody(AnswerBody):

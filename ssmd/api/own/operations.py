@@ -12,6 +12,7 @@ from ssmd.api.own.pulls import Catalog
 from ssmd.api.own.sessions import Sessions
 
 BINARY, HTML, JSON = "application/octet-stream", "text/html; charset=utf-8", "application/json"
+TEXT = "text/plain; charset=utf-8"
 _MODEL, _REQUEST = "/ssmd/v1/models/{model}", "/ssmd/v1/requests/{id}"
 _SESSIONS, _SESSION = "/ssmd/v1/sessions", "/ssmd/v1/sessions/{session}"
 _TITLE_OR_PIN = (
@@ -31,9 +32,10 @@ PAGE = (
         lambda on: on.one(_page).answer,
         "page",
         "The page",
-        about="[the page](page.md). Its files need no key; its requests do",
+        about="[the page](page.md). Its files need no key; its requests do. A client that does not ask for `text/html` "
+        "gets [Ollama's text](ollama.md)",
         key=Right.NONE,
-        answer=(HTML,),
+        answer=(HTML, TEXT),
     ),
     Operation(
         "GET",

@@ -1,4 +1,7 @@
-"""/ and /page/…: the web page, from files that are read once. No key is needed for them, only for its requests."""
+"""/ and /page/…: the web page, from files that are read once. No key is needed for them, only for its requests.
+
+A client that wants no HTML gets Ollama's text at /, by which its clients find out if it runs.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 ROOT = "/page/"
 _INDEX = "index.html"
+_OLLAMAS = "Ollama is running"  # its clients compare it
 _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -90,10 +94,16 @@ class Page:
         return {path: len(self._files[path].content) for path in self.paths}
 
     async def answer(self, request: Request) -> Response:
-        found = self._files.get(request.scope["path"])
+        path = request.scope["path"]
+        found = self._files.get(path)
         if found is None:
             raise HTTPException(404)
-        return found.answer(request)
+        if path != "/":
+            return found.answer(request)
+        wants = "text/html" in request.headers.get("accept", "").lower()  # as every browser does that opens a page
+        answer = found.answer(request) if wants else PlainTextResponse(_OLLAMAS, headers=_ALWAYS)
+        answer.headers["vary"] = "accept"
+        return answer
 
 
 def _folder() -> Traversable:

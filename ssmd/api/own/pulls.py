@@ -66,17 +66,7 @@ class Catalog:
 
     async def begin(self, request: Request) -> JSONResponse:
         wanted = await self._pool.body(request, PullBody)
-        await self._pool.run(partial(_check, wanted), client_of(request))
-        try:
-            row = self._pulls.begin(wanted.model, wanted.runtime)
-        except TooManyPulls:
-            raise Rejection(
-                f"{MOST} models wait to be pulled already; try again later",
-                status=503,
-                code="pulls_full",
-                retry_after_s=RETRY_AFTER_S,
-            ) from None
-        return JSONResponse(_told(row), 202)
+        return JSONResponse(await self._pool.run(partial(begin, self._pulls, wanted), client_of(request)), 202)
 
     async def cancel(self, request: Request) -> JSONResponse:
         id_ = request.path_params["id"]
@@ -93,6 +83,20 @@ class Catalog:
     async def runtimes(self, request: Request) -> JSONResponse:
         found = await self._runtimes.found()
         return JSONResponse({"object": "list", "looked_at": self._runtimes.looked_at, "data": found})
+
+
+def begin(pulls: Pulls, wanted: PullBody) -> dict[str, Any]:
+    """Begin a pull, or find it under way, and return its row. Raises Rejection."""
+    _check(wanted)
+    try:
+        return _told(pulls.begin(wanted.model, wanted.runtime))
+    except TooManyPulls:
+        raise Rejection(
+            f"{MOST} models wait to be pulled already; try again later",
+            status=503,
+            code="pulls_full",
+            retry_after_s=RETRY_AFTER_S,
+        ) from None
 
 
 def rows(pulls: Pulls) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from ssmd.model.defaults import Defaults
 
 AVOID_S = 30.0  # time for which a name avoids a model that failed to load, if it fits another one
 _AGAIN_S = 0.5  # least time between reads of a broken model: it may take long to read, and any request may look
+LATEST = ":latest"  # Ollama's tag of a model's name that has no other
 Stamp = tuple[int, ...]
 Places = Callable[[], Sequence[tuple[str, Path]]]  # (name, folder) of artifacts; raises ModelError
 
@@ -110,7 +111,7 @@ class ModelIndex:
             return list(self._models.values())
 
     def find(self, asked: str) -> Model:
-        """Return the model for a client's request, which may name it by an alias.
+        """Return the model for a client's request, which may name it by an alias or with a tag (`untagged`).
 
         Of several runtimes it is the fastest that is usable here. Raises Rejection.
         """
@@ -137,8 +138,9 @@ class ModelIndex:
             if any(until < time.monotonic() for until in self._avoided.values()):
                 self._avoided, self._chosen = {}, {}
             name = asked
-            if aliases and asked.partition("@")[0] not in self._names:
-                name = next((alias.model for alias in aliases if alias.fits(asked)), asked)
+            if aliases and untagged(asked).partition("@")[0] not in self._names:
+                plain = asked.removesuffix(LATEST)
+                name = next((alias.model for alias in aliases if alias.fits(asked) or alias.fits(plain)), asked)
             if name in self._models:
                 return self._models[name]
             if name not in self._chosen:
@@ -192,7 +194,7 @@ class ModelIndex:
 
     def _choose(self, wanted: str, asked: str) -> Model:
         """Return the model of the name `wanted`, which a request `asked` for, perhaps by an alias. Raises Rejection."""
-        name, at, which = wanted.partition("@")
+        name, at, which = untagged(wanted).partition("@")
         everything = list(self._models.values())
         found = [model for model in everything if model.name == name]
         if not found and not at:  # the manifest's own name, or a folder's
@@ -232,6 +234,14 @@ class ModelIndex:
         if names and name not in self._names and _can_be_an_alias(asked):
             message += f"; to serve one by this name, add {asked}={nearest(asked, names) or names[0]} to SSMD_ALIASES"
         return Rejection(message, status=404, code="model_not_found", param="model")
+
+
+def untagged(asked: str) -> str:
+    """Return a model's name without a tag: `smollm2:latest` is `smollm2`, and `qwen3:0.6b` is `qwen3-0.6b`.
+
+    No name of ssmd's own has a colon.
+    """
+    return asked.removesuffix(LATEST).replace(":", "-")
 
 
 def unusable_model(asked: str, why: str) -> Rejection:
