@@ -120,6 +120,18 @@ def test_management_needs_the_own_name(aliased: Several) -> None:
     for method, path, body in [*asked, ("PATCH", f"{MODELS}/gpt-x", {"pinned": True})]:
         answer = aliased.ask(method, path, body)
         assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+    removed = aliased.ask("DELETE", "/api/delete", {"model": "gpt-x"})
+    assert removed.status == 404
+    assert "gpt-x" in removed.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answers"), [("gpt-oss:20b", LLAMA), ("gpt-5:latest", LLAMA), ("granite:latest", GRANITE)]
+)
+def test_alias_and_tag(asked: str, answers: str, aliased: Several) -> None:
+    """An installed name wins with a tag too, and Ollama's answers have the asked name."""
+    found = ask(aliased, "/api/chat", asked, messages=messages(), max_tokens=None, stream=False).json
+    assert (found["model"], found["ssmd"]["model"]) == (asked, answers)
 
 
 def test_aliased_names_take_no_memory(aliased: Several) -> None:

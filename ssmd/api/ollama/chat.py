@@ -110,7 +110,9 @@ class Reader:
             request,
             stream=body.stream is not False,
             answer=written,
-            followed=partial(ChatAnswer, model.name, model.manifest.build, 1, stream=True, include_usage=True),
+            followed=partial(
+                ChatAnswer, model.named(body.model), model.manifest.build, 1, stream=True, include_usage=True
+            ),
             keep_alive_s=body.keep_alive,
             ignored=(*ignored, *self._sorting.not_enforced(not_enforced(request))),
             dropped=tuple(sorted(dropped)),

@@ -106,7 +106,7 @@ class OllamaModels:
         return entries
 
     def _delete(self, asked: str) -> None:
-        model = self._host.shelf.find(asked)
+        model = self._host.shelf.installed(asked)
         try:
             found = [
                 one for one in removable(model.name, self._models_dir) if one.path == model.path or "@" not in asked
