@@ -24,7 +24,7 @@ from ssmd.engine.decode.warmup import run_tokens
 from ssmd.engine.persist import positions, replay
 from ssmd.engine.persist.rerender import Rerenderer
 from ssmd.engine.persist.restore import Restorer, Restoring
-from ssmd.engine.persist.writer import PendingCheckpoint, Writer
+from ssmd.engine.persist.writer import COMMIT_PATIENCE_S, PendingCheckpoint, Writer
 from ssmd.engine.prompt.planner import Planner, Prompt
 from ssmd.engine.request import Finish, Request
 from ssmd.engine.terms import Rejection, Steps
@@ -39,6 +39,7 @@ from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 REMEMBERED = 64  # conversations of earlier processes whose beginnings are compared with new prompts
+ALIKE = 256  # tokens by which a deeper state that came meanwhile must be likely, for a second look-up
 PROGRESS_S = 10.0  # s of reading a prompt after which its newest state is written
 
 
@@ -97,7 +98,8 @@ class Persistence:
         with contextlib.suppress(StoreError):
             for owner, ids in self._store.beginnings(planner.scope.lineage, REMEMBERED):
                 self._seen.parted(owner, ids)
-        self._restorer = Restorer(program, self._store, planner.scope, damaged=partial(writer.heal, spec=program.spec))
+        damaged, written = partial(writer.heal, spec=program.spec), partial(writer.flush, COMMIT_PATIENCE_S)
+        self._restorer = Restorer(program, self._store, planner.scope, damaged=damaged, written=written)
         self._rerenderer = Rerenderer(planner, program, writer, self._restorer, self._made, wake=wake)
 
     @property
@@ -161,6 +163,7 @@ class _TurnStore(GenerationStore):
         recurrent, ends, wanted = by._recurrent_nbytes > 0, (prompt.system, last), (parted, *prompt.parts)
         # The positions inside the prompt at which its state is kept.
         self._inside = positions.inside(first, last, wanted, by._cell, recurrent=recurrent, ends=ends)
+        self._alike = parted - first >= ALIKE  # an earlier prompt shares more than the state that was found
         self._progress: PendingCheckpoint | None = None  # the newest state of a prompt that takes long
         self._written_at = time.perf_counter()  # when a state was last written at once
         self._restoring: Restoring | None = None
@@ -171,11 +174,38 @@ class _TurnStore(GenerationStore):
         self._turns: list[Choice] = []
         self._held: int | None = None  # a checkpoint that may belong to no turn, from which the next one grows
 
-    def restore(self) -> None:
-        if self._prompt.found is not None:
+    @property
+    def shareable(self) -> bool:
+        """Return False if its states grow from an import, which serves one session alone."""
+        found = self._prompt.found
+        return self._origin is None and (found is None or found.origin is None)
+
+    def restore(self, *, again: bool = False) -> None:
+        if self._prompt.found is not None or again or self._alike:
+            again, domain = again or self._alike, self._asked.request.domain
             self._restoring = self._by._restorer.begin(
-                self._prompt, self._asked.session, self._asked.request.domain, self._by._wake
+                self._prompt, self._asked.session, domain, self._by._wake, again=again
             )
+
+    def publish(self) -> None:
+        self._by._writer.publish(tuple(self._checkpoints))
+
+    def grow_from(self, other: GenerationStore, handle: Handle, position: int, read_ms: float) -> None:
+        """As in GenerationStore. A state where the two part is kept once, by the one that has read it.
+
+        Then later states of both have the same rows, and are stored once too.
+        """
+        alike = isinstance(other, _TurnStore) and other._seal == self._seal and other._owner == self._owner
+        if not isinstance(other, _TurnStore) or not alike or other._parent[1] > position:
+            self.prefilled(handle, position, read_ms)
+            return
+        if position in self._inside and other._pays((position - other._parent[1]) * read_ms):
+            if other._parent[1] < position:
+                other.keep(other._save(handle, "prefix", other._prompt.ids.up_to(position)))
+        other.publish()  # before the states that grow from them
+        self._parent = other._parent
+        if isinstance(self._parent[0], int):
+            self._hold(self._parent[0])
 
     def ready(self) -> bool:
         return self._restoring is None or self._restoring.done()
@@ -191,10 +221,18 @@ class _TurnStore(GenerationStore):
         if found.build == self._by._build and found.seal == self._seal:
             self._parent = (found.id, found.position)
             if not found.linked:
-                self._held = found.id
-                self._by._writer.hold(found.id)
+                self._hold(found.id)
         exact = found.is_exact(self._by._build, self._by._program.producer)
         return RestoredState(loaded.handle, found.position, "exact" if exact else "portable", self._prompt)
+
+    def _hold(self, checkpoint: int) -> None:
+        self._held = checkpoint
+        self._by._writer.hold(checkpoint)
+
+    @property
+    def _owner(self) -> str:
+        """Return the owner of its states."""
+        return self._asked.request.domain.owner if self._info is None else self._info.owner
 
     def discard(self) -> None:
         if self._restoring is not None:
