@@ -25,6 +25,20 @@ LEAST_LOGPROB = -9999.0  # logprob of an impossible token, as OpenAI writes it: 
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """A beginning of prompts that is to be read once and kept pinned. The request's answer is not stored.
+
+    name: title of its session. idle: read it when no request waits; the request ends at once. ids: of a stored
+    conversation's beginning, with all of the conversation's `text`; None: that of the request's messages and tools.
+    """
+
+    name: str
+    idle: bool = False
+    ids: tuple[int, ...] | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Request:
     """A client's request. `messages` is always the whole conversation."""
 
@@ -45,6 +59,7 @@ class Request:
     given: TemplateInput = NOTHING_MORE  # input of the template beside the messages
     grammar: Grammar | None = None  # of the answer
     raw: Raw | None = None  # the prompt as it is, text or ids, in place of messages
+    warm: Beginning | None = None  # read this, in place of an answer
     more: tuple[Raw, ...] = ()  # further raw prompts; their choices are numbered after those of the first
     echo: bool = False  # each choice begins with its prompt
     tool_choice: ToolChoice = AUTO  # among the tools in `given`

@@ -540,6 +540,14 @@ class Writer:
                 self.condition.well()
             self._noticed = ""
 
+    def after(self, work: Callable[[], None]) -> None:
+        """Call `work` on the writer's thread once all earlier work is done. From any thread."""
+        self._work.put(work)
+
+    def count_warm(self, tokens: int) -> None:
+        """Count a request that starts from a warm beginning. tokens: those that it does not read."""
+        self._metrics.warm_begun(tokens)
+
     def flush(self, within_s: float = math.inf) -> None:
         """Wait until all earlier work is done or has failed, at most `within_s` seconds."""
         done, until = threading.Event(), time.monotonic() + within_s

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from ssmd.engine.prompt.rendering import RenderedPrompt, Renderer
-from ssmd.engine.request import Request
+from ssmd.engine.request import Beginning, Request
 from ssmd.engine.terms import Rejection, too_long
 from ssmd.model.artifact import Manifest
 from ssmd.runtime.protocol import Program
@@ -84,7 +84,7 @@ class Planner:
         self.scope = Scope(program.spec.digest(), manifest.lineage, manifest.build)
         self._manifest = manifest
         self._context = program.context
-        self._vocabulary = program.vocabulary
+        self._vocabulary, self._producer = program.vocabulary, program.producer
         self._tokenizer = tokenizer
         self._renderer = Renderer(manifest, tokenizer, template, program.context, program.vocabulary)
         self._store = store
@@ -98,7 +98,7 @@ class Planner:
         Raises Rejection: an unknown session, a template that refuses, a prompt too long for the context.
         """
         with self._renderer.while_wanted(go_on):
-            return self._plan(request)
+            return self._plan(request) if request.warm is None else self._plan_warm(request, request.warm)
 
     def text(self, request: Request) -> str:
         """Render a request's messages with the template, as plain text. Raises Rejection."""
@@ -189,6 +189,70 @@ class Planner:
             reread=reread,
             parts=self._parts(request, shown, now),
         )
+
+    def _plan_warm(self, request: Request, warm: Beginning) -> Prompt:
+        """Plan the reading of a beginning: its ids, and one more to decode, as prefill gives no state for that."""
+        now = _local_now()
+        head = request.messages[: system_prompt(request.messages)]
+        if warm.ids is None:
+            if not head and not request.given.tools:
+                raise Rejection(
+                    "there is no system message and no tool at the beginning, so there is nothing to keep warm",
+                    param="messages",
+                )
+            text, ids = self._begin(replace(request, messages=head), len(head), now)
+        else:
+            ids = Line.of(warm.ids)
+            text = self._text_of(warm.text, ids)
+        if len(ids) < SYSTEM_CHECKPOINT_TOKENS:
+            raise Rejection(
+                f"this beginning has {len(ids)} tokens; one below {SYSTEM_CHECKPOINT_TOKENS} is read faster than kept",
+                param="messages",
+            )
+        if self._context is not None and len(ids) + 1 >= self._context:
+            raise too_long(self._context, len(ids) + 1, param="messages", advice="Please leave out some of it.")
+        if self._store is None:
+            raise Rejection("this daemon keeps nothing: it runs with --no-store", status=404, code="no_store")
+        shown = RenderedPrompt(Passage(text), ids, None)
+        whole, found = ids.then([int(ids.own[-1])]), None
+        try:
+            with self._store.of(request.domain).snapshot() as stored:
+                found, *_ = stored.resume(self.scope, whole)
+        except StoreError as err:
+            raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
+        if found is not None and found.position == len(ids) and not found.is_exact(self.scope.build, self._producer):
+            found = None  # its own state is to be this build's
+        info = replace(self._new_session(request.domain.owner), pinned=True, title=warm.name, clock=now)
+
+        def prompt(found: StoredCheckpoint | None) -> Prompt:
+            return Prompt(
+                text=shown.text,
+                ids=whole,
+                stem=None,
+                settled=None,
+                system=len(ids),
+                info=info,
+                parent=None,
+                new=head,
+                begun="",
+                found=found,
+                cut=0,
+                heard={},
+                reread=lambda: prompt(None),
+                parts=() if warm.ids is not None else self._parts(request, shown, now),
+            )
+
+        return prompt(found)
+
+    def _text_of(self, text: str, ids: Line) -> str:
+        """Return the beginning of a rendered text that these ids spell; "" if none does."""
+        least, most, wanted = 0, len(text), ids.own.tolist()
+        while least < most:
+            middle = (least + most) // 2
+            enough = len(self._renderer.ids(text[: self._tokenizer.last_cut(text, middle)])) >= len(wanted)
+            least, most = (least, middle) if enough else (middle + 1, most)
+        text = text[: self._tokenizer.last_cut(text, least)]
+        return text if self._tokenizer.spells(wanted, text) else ""
 
     def warm_up(self) -> None:
         """Plan a made-up conversation, so that template, tokenizer and queries are ready for the next request."""
