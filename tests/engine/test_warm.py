@@ -23,6 +23,7 @@ from ssmd.text.messages import Message
 from ssmd.text.template import TemplateInput
 
 SYSTEM = Message("system", "You keep the lighthouse at the end of the pier, and you know every ship by its lamp. " * 4)
+BRIEF = Message("system", "Be brief.")
 LAMPS = {"name": "lamps", "description": "Lists the lamps of a ship.", "parameters": {"type": "object"}}
 TOOLS = TemplateInput(tools=({"type": "function", "function": LAMPS},))
 
@@ -54,18 +55,18 @@ def same(found: Answer, expected: Answer) -> bool:
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["now", "when idle"])
-@pytest.mark.parametrize("given", [TemplateInput(), TOOLS], ids=["system", "tools"])
+@pytest.mark.parametrize(("system", "given"), [(SYSTEM, TemplateInput()), (BRIEF, TOOLS)], ids=["system", "tools"])
 def test_the_first_request_reads_only_its_own_words(
-    idle: bool, given: TemplateInput, engine: OwnEngine, control: OwnEngine, store: Store
+    idle: bool, system: Message, given: TemplateInput, engine: OwnEngine, control: OwnEngine, store: Store
 ) -> None:
-    done = warmed(engine, SYSTEM, given=given, idle=idle)
+    done = warmed(engine, system, given=given, idle=idle)
     assert done.usage.stored
     soon(lambda: ready(store))
     (one,) = store.warm()
     assert one.session.id == done.usage.session
     assert (one.session.title, one.session.info.pinned, one.session.turns) == ("pier", True, 1)
     for n, fields in enumerate(({}, {"store": False}, {"store": False, "retention": "24h"})):
-        talk = SYSTEM, user(f"Who is there, for the {n}. time?")
+        talk = system, user(f"{n} ships are here. Who is there?")
         answer = ask(engine, *talk, given=given, **fields)
         assert answer.usage.cached_tokens >= one.tokens
         assert answer.usage.resume == "exact"

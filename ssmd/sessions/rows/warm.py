@@ -24,7 +24,7 @@ from ssmd.text.messages import Message
 WARM = "warm"  # the finish of a turn that is a warm beginning
 ANSWER = Message("assistant", "", name="ssmd_warm_beginning")  # no request echoes it, so none continues such a turn
 _t, _c, _s, _l = turn.c, checkpoint.c, session_table.c, turn_checkpoint.c
-_LENGTH = _t.ids_start + func.length(_t.ids) / 4
+_LENGTH = _t.ids_start + func.length(_t.ids) // 4
 _TURNS = turn.join(session_table, _s.id == _t.session)
 _IS_WARM = (_s.pinned.is_(True), _t.finish == WARM)  # the index finds the pinned sessions, which are few
 
