@@ -28,14 +28,15 @@ LEAST_LOGPROB = -9999.0  # logprob of an impossible token, as OpenAI writes it: 
 class Beginning:
     """A beginning of prompts that is to be read once and kept pinned. The request's answer is not stored.
 
-    name: title of its session. idle: read it when no request waits; the request ends at once. ids: of a stored
-    conversation's beginning, with all of the conversation's `text`; None: that of the request's messages and tools.
+    name: title of its session. idle: read it when no request waits; the request ends at once. session: take the tools
+    and system messages of this stored conversation; None: those of the request. owner: of the states, if the request's
+    domain is everybody's; None: the domain's, or the stored conversation's.
     """
 
     name: str
     idle: bool = False
-    ids: tuple[int, ...] | None = None
-    text: str = ""
+    session: str | None = None
+    owner: str | None = None
 
 
 @dataclass(frozen=True)

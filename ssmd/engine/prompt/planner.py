@@ -18,6 +18,7 @@ from ssmd.engine.terms import Rejection, too_long
 from ssmd.model.artifact import Manifest
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import NOTHING, Line, Passage
 from ssmd.sessions.match import known, with_ids_of
 from ssmd.sessions.rows.snapshot import Snapshot
@@ -192,41 +193,33 @@ class Planner:
 
     def _plan_warm(self, request: Request, warm: Beginning) -> Prompt:
         """Plan the reading of a beginning: its ids, and one more to decode, as prefill gives no state for that."""
-        now = _local_now()
-        head = request.messages[: system_prompt(request.messages)]
-        if warm.ids is None:
-            if not head and not request.given.tools:
-                raise Rejection(
-                    "there is no system message and no tool at the beginning, so there is nothing to keep warm",
-                    param="messages",
-                )
-            text, ids = self._begin(replace(request, messages=head), len(head), now)
-        else:
-            ids = Line.of(warm.ids)
-            text = self._text_of(warm.text, ids)
-        if len(ids) < SYSTEM_CHECKPOINT_TOKENS:
-            raise Rejection(
-                f"this beginning has {len(ids)} tokens; one below {SYSTEM_CHECKPOINT_TOKENS} is read faster than kept",
-                param="messages",
-            )
-        if self._context is not None and len(ids) + 1 >= self._context:
-            raise too_long(self._context, len(ids) + 1, param="messages", advice="Please leave out some of it.")
         if self._store is None:
             raise Rejection("this daemon keeps nothing: it runs with --no-store", status=404, code="no_store")
-        shown = RenderedPrompt(Passage(text), ids, None)
-        whole, found = ids.then([int(ids.own[-1])]), None
+        if warm.owner is not None and request.domain.sees is not None:
+            raise Rejection("only the daemon's own user names a key; leave it out", status=403, param="key")
+        owner, now = request.domain.owner, _local_now()
         try:
-            with self._store.of(request.domain).snapshot() as stored:
+            if warm.session is None:
+                head, text, ids, parts = self._head_of(request, now)
+            else:
+                owner, head, text, ids = self._stored_head(self._store.of(request.domain), warm.session)
+                parts = ()
+            owner = owner if warm.owner is None else warm.owner
+            self._check_head(len(ids))
+            whole = ids.then([int(ids.own[-1])])
+            with self._store.of(Domain(owner, (owner,))).snapshot() as stored:
                 found, *_ = stored.resume(self.scope, whole)
+        except UnknownSession:
+            raise _unknown(str(warm.session)) from None
         except StoreError as err:
-            raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
+            raise Rejection(str(err), status=409, code="no_beginning", param="session") from err
         if found is not None and found.position == len(ids) and not found.is_exact(self.scope.build, self._producer):
             found = None  # its own state is to be this build's
-        info = replace(self._new_session(request.domain.owner), pinned=True, title=warm.name, clock=now)
+        info = replace(self._new_session(owner), pinned=True, title=warm.name, clock=now)
 
         def prompt(found: StoredCheckpoint | None) -> Prompt:
             return Prompt(
-                text=shown.text,
+                text=Passage(text),
                 ids=whole,
                 stem=None,
                 settled=None,
@@ -239,10 +232,37 @@ class Planner:
                 cut=0,
                 heard={},
                 reread=lambda: prompt(None),
-                parts=() if warm.ids is not None else self._parts(request, shown, now),
+                parts=parts,
             )
 
         return prompt(found)
+
+    def _head_of(self, request: Request, now: datetime) -> tuple[tuple[Message, ...], str, Line, tuple[int, ...]]:
+        """Return a request's system messages, the text and ids of all that comes first, and its `parts`."""
+        head = request.messages[: system_prompt(request.messages)]
+        if not head and not request.given.tools:
+            said = "there is no system message and no tool at the beginning, so there is nothing to keep warm"
+            raise Rejection(said, param="messages")
+        text, ids = self._begin(request, len(head), now)
+        return head, text, ids, self._parts(request, RenderedPrompt(Passage(text), ids, None), now)
+
+    def _stored_head(self, store: Store, session: str) -> tuple[str, tuple[Message, ...], str, Line]:
+        """Return owner, system messages, text and ids of a stored conversation's beginning. Raises StoreError."""
+        turn, tokens = store.beginning(session)
+        if turn.lineage != self._manifest.lineage:
+            raise StoreError(f"session {session!r} began with another model; name that one")
+        ids, head = turn.ids.up_to(tokens), turn.messages[: system_prompt(turn.messages)]
+        return store.session(session).info.owner, head, self._text_of(turn.text.own, ids), ids
+
+    def _check_head(self, tokens: int) -> None:
+        """Raise Rejection if a beginning of so many tokens cannot be kept warm."""
+        if tokens < SYSTEM_CHECKPOINT_TOKENS:
+            raise Rejection(
+                f"this beginning has {tokens} tokens; one below {SYSTEM_CHECKPOINT_TOKENS} is read faster than kept",
+                param="messages",
+            )
+        if self._context is not None and tokens + 1 >= self._context:
+            raise too_long(self._context, tokens + 1, param="messages", advice="Please leave out some of it.")
 
     def _text_of(self, text: str, ids: Line) -> str:
         """Return the beginning of a rendered text that these ids spell; "" if none does."""
