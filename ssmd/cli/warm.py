@@ -1,4 +1,4 @@
-"""`ssmd warm`: beginnings of prompts that are read once and kept, so that an agent's first request need not read them."""
+"""`ssmd warm`: beginnings of prompts that are read once and kept, so that an agent's first request reads little."""
 
 from __future__ import annotations
 
@@ -241,9 +241,7 @@ def _list(store: Store, as_json: bool) -> None:
         state = "ready" if one.ready else "not read yet"
         state = f"{state}, imported" if one.session.info.imported else state
         size, info = show_size(one.session.nbytes), one.session.info
-        rows.append(
-            (one.session.title, info.model, str(one.tokens), size, state, info.owner or "-", one.session.id)
-        )
+        rows.append((one.session.title, info.model, str(one.tokens), size, state, info.owner or "-", one.session.id))
     for line in lines([tuple(plain(cell) for cell in row_) for row_ in rows]):
         typer.echo(line)
 
@@ -291,7 +289,9 @@ def _import(
 
 def _replace(store: Store, made: str) -> list[str]:
     """Remove the other beginnings with the name, model and key of a new one. Return their ids."""
-    whose = {one.session.id: (one.session.title, one.session.info.model, one.session.info.owner) for one in store.warm()}
+    whose = {
+        one.session.id: (one.session.title, one.session.info.model, one.session.info.owner) for one in store.warm()
+    }
     gone = [other for other, its in whose.items() if other != made and its == whose.get(made)]
     for session_id in gone:
         store.delete(session_id)

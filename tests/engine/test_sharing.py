@@ -163,23 +163,24 @@ def test_a_request_joins_a_reading_under_way(
     assert second.usage.cached_tokens >= (answer.usage.prompt_tokens - 1) // CELL * CELL
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
 def test_a_request_behind_another_ones_answer_reads_little(
-    loaded: tuple[Artifact, Program], store: Store, control: OwnEngine
+    lanes: int, loaded: tuple[Artifact, Program], store: Store, control: OwnEngine
 ) -> None:
     """It is planned before the first one has left a state, and admitted while that is answered, or after."""
-    for lanes in (1, 2):
-        engine = OwnEngine(*loaded, store, max_running=lanes)
-        talk = Message("system", f"{lanes} lamps. {SYSTEM.content}"), user("Who is there?")
-        later: list[Asked] = []
-        first = Asked(
-            engine, *talk, before=lambda: None if later else later.append(Asked(engine, *talk)), max_tokens=40
-        )
-        (answer,) = answers_of(engine, [first])
-        second = later[0].answer()
-        assert second.usage.cached_tokens == second.usage.prompt_tokens - 1
-        assert same(second, ask(control, *talk))
-        assert answer.usage.cached_tokens == 0
-        engine.shutdown(0)
+    engine, later = OwnEngine(*loaded, store, max_running=lanes), list[Asked]()
+    talk = SYSTEM, user("Who is there?")
+
+    def ask_again() -> None:
+        if not later:
+            later.append(Asked(engine, *talk))
+
+    (answer,) = answers_of(engine, [Asked(engine, *talk, before=ask_again, max_tokens=40)])
+    second = later[0].answer()
+    assert answer.usage.cached_tokens == 0
+    assert second.usage.cached_tokens == second.usage.prompt_tokens - 1
+    assert same(second, ask(control, *talk))
+    engine.shutdown(0)
 
 
 def test_a_cancelled_reading_is_handed_on(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ssmd.api.openapi import Description
 from ssmd.api.openai.chat_body import NOT_BUILT
 from ssmd.api.openai.operations import MESSAGES, TOOLS
+from ssmd.api.openapi import Description
 from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, SPACE, Operation, RequestBody, Right, Service
 from ssmd.api.own import metrics, models, pulls, requests, sessions, status, tickets, warm
 from ssmd.api.own.metrics import Metrics
@@ -375,7 +375,7 @@ OPERATIONS = (
         warm.endpoint,
         "sessions",
         "Read a beginning once and keep it",
-        about="read the tools and system messages of a chat's body once, and [keep them](http-sessions.md#warm-beginnings)",
+        about="read the tools and system messages of a chat once, and [keep them](http-sessions.md#warm-beginnings)",
         pool="chats",
         answer="WarmBeginning",
         errors=BODY | GENERATION | {409: "This session's beginning is not known."},

@@ -94,7 +94,9 @@ class _WarmAnswer(Answer):
             raise Rejection("the reading was stopped; a new request goes on from there", status=409, code="stopped")
         if not usage.stored or (not self._idle and not usage.state_stored):
             what = "its state was" if usage.stored else "the beginning was"
-            said = f"{what} not stored: `ssmd session list` shows the space that pinned sessions take; /health says more"
+            said = (
+                f"{what} not stored: `ssmd session list` shows the space that pinned sessions take; /health says more"
+            )
             raise Rejection(said, status=507, code="storage_error")
         return {
             "id": usage.session,

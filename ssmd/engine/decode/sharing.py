@@ -1,8 +1,8 @@
-"""Shared reading: a prompt that begins like one under way waits for that reading, and goes on from a copy of its state.
+"""Shared reading: a prompt that begins like one under way waits for it, and goes on from a copy of its state.
 
-Without it two requests with one beginning read the same tokens twice, each at half the speed. Only requests of one trust
-domain share: no client learns from times that another one asked the same. A copy is taken where prefill stops in any
-case, so that no result depends on company.
+Without it two requests with one beginning read the same tokens twice, each at half the speed. Only requests of one
+trust domain share: no client learns from times that another one asked the same. A copy is taken where prefill stops in
+any case, so that no result depends on company.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class SharedReading:
         running: Sequence[Generation],
         guarded: Callable[[Sequence[Generation], Callable[[], None]], None],
     ) -> None:
-        """running: the admitted requests, as the worker keeps them. guarded: runs work, and ends requests if it fails."""
+        """running: the admitted requests, as the worker keeps them.
+
+        guarded: runs work, and ends these requests if it fails.
+        """
         self._program, self._running, self._guarded = program, running, guarded
         self._cell = buckets.grid(program.buckets)
         # By follower: the request whose reading it follows, and the position at which it takes a copy of the state.

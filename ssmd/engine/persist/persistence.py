@@ -223,9 +223,9 @@ class _TurnStore(GenerationStore):
         if not isinstance(other, _TurnStore) or not alike or other._parent[1] > position:
             self.prefilled(handle, position, read_ms)
             return
-        if position in self._inside and other._pays((position - other._parent[1]) * read_ms):
-            if other._parent[1] < position:
-                other.keep(other._save(handle, "prefix", other._prompt.ids.up_to(position)))
+        above = other._parent[1]
+        if position in self._inside and above < position and other._pays((position - above) * read_ms):
+            other.keep(other._save(handle, "prefix", other._prompt.ids.up_to(position)))
         other.publish()  # before the states that grow from them
         self._parent = other._parent
         if isinstance(self._parent[0], int):

@@ -247,7 +247,11 @@ class WarmReader(Rerenderer):
                 return None
             more = ids.then([int(ids.own[-1])])  # a state is found only if a token follows it
             found, *_ = stored.resume(scope, more)
-            if found is not None and found.position == len(ids) and not found.is_exact(scope.build, self._made.producer):
+            if (
+                found is not None
+                and found.position == len(ids)
+                and not found.is_exact(scope.build, self._made.producer)
+            ):
                 found, *_ = stored.resume(scope, more, skip=[found.id])
             loaded = self._restorer.load(found, more, None, None, turn.domain)
             return None if loaded is None else _Plan(kept.text, replace(loaded, ids=ids))
