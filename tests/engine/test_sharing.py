@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engine.test_engine import Answer, Asked, ask, counting, user
+from conftest import TinyArtifacts
+from engine.test_engine import Answer, Asked, ask, counting, program_of, user
 from engines import OwnEngine
 from sqlalchemy import func, select
 
 from ssmd.engine.decode import sharing
 from ssmd.engine.persist import writer as writer_module
+from ssmd.engine.request import Beginning
 from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
@@ -235,3 +237,20 @@ def test_no_request_waits_for_few_tokens(stopped: OwnEngine) -> None:
     system = Message("system", "You keep the lighthouse at the end of the pier. " * 2)
     asked = [Asked(stopped, system, user(f"{n}, who is there? " * 9)) for n in ("Anna", "Ben")]
     assert [a.usage.cached_tokens for a in answers_of(stopped, asked)] == [0, 0]
+
+
+def test_a_hybrid_with_rotated_keys_shares_too(artifacts: TinyArtifacts, store: Store) -> None:
+    """And starts from a warm beginning, with the bits of a request alone."""
+    with program_of(artifacts, "falcon-h1-norm-f32", threads=None) as (artifact, program):
+        control, engine = OwnEngine(artifact, program, None), OwnEngine(artifact, program, store)
+        control.start()
+        talks = [(SYSTEM, user(text)) for text in ("Who is there?", "Who else?", "And who?")]
+        expected = [ask(control, *talk) for talk in talks]
+        answers = answers_of(engine, [Asked(engine, *talk) for talk in talks[:2]])
+        assert answers[1].usage.cached_tokens >= sharing.SHARED
+        ask(engine, SYSTEM, warm=Beginning("pier"), max_tokens=1)
+        answers.append(ask(engine, *talks[2], store=False))
+        assert answers[2].usage.cached_tokens >= store.warm()[0].tokens
+        assert all(map(same, answers, expected))
+        control.shutdown(0)
+        engine.shutdown(0)
