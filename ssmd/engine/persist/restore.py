@@ -77,8 +77,8 @@ class Restorer:
         loaded = self.load(prompt.found, prompt.ids, prompt.stem, session, domain)
         if loaded is not None:
             return replace(prompt, ids=loaded.ids), loaded
-        again = prompt.reread()
-        return again, LoadedState(None, None, again.ids)
+        anew = prompt.reread()
+        return anew, LoadedState(None, None, anew.ids)
 
     def load(
         self, found: StoredCheckpoint | None, ids: Line, stem: str | None, session: str | None, domain: Domain
