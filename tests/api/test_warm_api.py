@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def body(one: Daemon, **fields: Any) -> dict[str, Any]:
     return {"model": one.model, "messages": [SYSTEM], **fields}
 
 
-def cached(one: Daemon, who: dict[str, str] | None = None, text: str = "Who?") -> int:
+def cached(one: Daemon, who: Mapping[str, str] | None = None, text: str = "Who?") -> int:
     said = one.body(messages=[SYSTEM, {"role": "user", "content": text}], store=False)
     answer = one.served.ask("POST", CHAT, said, who)
     return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])

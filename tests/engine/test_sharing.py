@@ -224,7 +224,12 @@ def test_a_failed_reading_leaves_the_others(
 
 def test_all_of_a_crowd_may_leave(stopped: OwnEngine, loaded: tuple[Artifact, Program]) -> None:
     asked = [Asked(stopped, SYSTEM, user("Who is there?")) for _ in range(6)]
-    leaving = threading.Thread(target=lambda: [one.generation.cancel() for one in asked])
+
+    def leave() -> None:
+        for one in asked:
+            one.generation.cancel()
+
+    leaving = threading.Thread(target=leave)
     leaving.start()
     stopped.start()
     leaving.join()

@@ -65,7 +65,8 @@ def test_the_first_request_reads_only_its_own_words(
     (one,) = store.warm()
     assert one.session.id == done.usage.session
     assert (one.session.title, one.session.info.pinned, one.session.turns) == ("pier", True, 1)
-    for n, fields in enumerate(({}, {"store": False}, {"store": False, "retention": "24h"})):
+    several: list[dict[str, Any]] = [{}, {"store": False}, {"store": False, "retention": "24h"}]
+    for n, fields in enumerate(several):
         talk = system, user(f"{n} ships are here. Who is there?")
         answer = ask(engine, *talk, given=given, **fields)
         assert answer.usage.cached_tokens >= one.tokens
