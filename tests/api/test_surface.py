@@ -131,6 +131,7 @@ def _asking(operation: Operation, model: str) -> Any:
         "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
         "/v1/completions": {"prompt": "x", "max_tokens": 1},
         "/tokenize": {"content": "x"},
+        "/ssmd/v1/warm": {"messages": [{"role": "system", "content": "x " * 80}]},
         "/detokenize": {"tokens": [1]},
     }
     found = bodies.get(operation.path)

@@ -118,8 +118,9 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], status: int, param: str,
 
 def test_a_daemon_without_a_store_says_so(artifacts: TinyArtifacts) -> None:
     with daemon(artifacts["mamba-f32"], None) as one:
-        for refused in (one.served.ask("POST", WARM, body(one)), one.served.ask("GET", WARM)):
-            assert (refused.status, refused.error["code"]) == (404, "no_store")
+        refused = one.served.ask("POST", WARM, body(one))
+        assert (refused.status, refused.error["code"]) == (404, "no_store")
+        assert one.served.ask("GET", WARM).json["data"] == []
 
 
 def test_a_full_store_says_so(one: Daemon) -> None:

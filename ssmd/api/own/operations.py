@@ -367,7 +367,6 @@ OPERATIONS = (
         "The warm beginnings",
         about="the [warm beginnings](http-sessions.md#warm-beginnings), the last used first",
         pool="store",
-        errors=GONE,
     ),
     Operation(
         "POST",
