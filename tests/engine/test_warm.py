@@ -12,6 +12,7 @@ from engine.test_engine import Answer, Asked, ask, counting, user
 from engines import OwnEngine
 
 from ssmd.engine.persist import writer as writer_module
+from ssmd.engine.prompt import planner
 from ssmd.engine.request import Beginning
 from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Artifact
@@ -197,6 +198,17 @@ def test_what_is_no_beginning_is_refused(messages: tuple[Message, ...], said: st
         pytest.skip("its context is unbounded")
     with pytest.raises(Rejection, match=said):
         warmed(engine, *messages)
+
+
+def test_a_client_cannot_pin_without_end(engine: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MOST_WARM", 2)
+    anna = Domain("anna", ("anna",))
+    for n in range(2):
+        warmed(engine, Message("system", f"{n}. {SYSTEM.content}"), domain=anna)
+    with pytest.raises(Rejection, match="2 beginnings are kept warm already"):
+        warmed(engine, SYSTEM, domain=anna)
+    warmed(engine, SYSTEM)
+    assert len(store.warm()) == 3
 
 
 def test_no_conversation_goes_on_from_its_turn(engine: OwnEngine, store: Store) -> None:

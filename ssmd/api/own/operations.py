@@ -377,7 +377,7 @@ OPERATIONS = (
         about="read the tools and system messages of a chat once, and [keep them](http-sessions.md#warm-beginnings)",
         pool="chats",
         answer="WarmBeginning",
-        errors=BODY | GENERATION | {409: "This session's beginning is not known."},
+        errors=BODY | GENERATION | {409: "No beginning is known of this session, or the key has too many."},
         body=RequestBody(warm.WarmBody, NOT_BUILT, {"messages": MESSAGES, "tools": TOOLS}, lenient=True),
     ),
     Operation(

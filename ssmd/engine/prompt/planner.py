@@ -41,6 +41,8 @@ from ssmd.text.tokenizer import Tokenizer, TokenizerError
 log = logging.getLogger(__name__)
 SYSTEM_CHECKPOINT_TOKENS = 64  # least length of a beginning with a state of its own: a shorter one costs no bucket
 
+MOST_WARM = 64  # warm beginnings of one owner: their states are pinned, and no quota takes them
+
 TRUNCATED = 0.6  # share of the context that a prompt may take after its oldest messages were left out
 LEAST_ROOM = 0.05  # share of the context to leave for an answer, if it may take that much
 
@@ -206,13 +208,15 @@ class Planner:
                 parts = ()
             owner = owner if warm.owner is None else warm.owner
             self._check_head(len(ids))
-            whole = ids.then([int(ids.own[-1])])
-            with self._store.of(Domain(owner, (owner,))).snapshot() as stored:
+            whole, mine = ids.then([int(ids.own[-1])]), self._store.of(Domain(owner, (owner,)))
+            if len(mine.warm()) >= MOST_WARM:
+                raise StoreError(f"{MOST_WARM} beginnings are kept warm already; remove one with: ssmd warm --rm NAME")
+            with mine.snapshot() as stored:
                 found, *_ = stored.resume(self.scope, whole)
         except UnknownSession:
             raise _unknown(str(warm.session)) from None
         except StoreError as err:
-            raise Rejection(str(err), status=409, code="no_beginning", param="session") from err
+            raise Rejection(str(err), status=409, code="no_beginning") from err
         if found is not None and found.position == len(ids) and not found.is_exact(self.scope.build, self._producer):
             found = None  # its own state is to be this build's
         info = replace(self._new_session(owner), pinned=True, title=warm.name, clock=now)
