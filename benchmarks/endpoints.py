@@ -47,6 +47,10 @@ class Target:
         return {"model": self.model, "messages": messages, "max_tokens": 1, "store": False}
 
 
+def _system(content: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": content}]
+
+
 Body = Callable[[Target], Any]  # returns bytes, or what becomes JSON
 BODIES: Mapping[str, Body] = {
     "/v1/chat/completions": lambda on: on.chat("word " * on.sizes.words),
@@ -64,6 +68,7 @@ BODIES: Mapping[str, Body] = {
     "/ssmd/v1/sessions/import": lambda on: on.file,
     "/ssmd/v1/sessions/{session}": lambda on: {"title": "t" * 80},
     "/ssmd/v1/sessions/{session}/fork": lambda on: {},
+    "/ssmd/v1/warm": lambda on: {**on.chat("word "), "messages": _system("word " * on.sizes.words), "idle": True},
     "/ssmd/v1/tickets/redeem": lambda on: {"ticket": on.text},
 }
 

@@ -61,7 +61,7 @@ function Running({row}) {
 function Totals({now}) {
   const all = now.prompt_tokens;
   if (!all) return null;
-  return html`<p class="faint">${count(now.cached_tokens)} of ${many(all, "token")} of all prompts since the start came from stored states (${share(now.cached_tokens / all)}).</p>`;
+  return html`<p class="faint">${count(now.cached_tokens)} of ${many(all, "token")} of all prompts since the start came from stored states (${share(now.cached_tokens / all)}).${now.warm?.requests ? ` Warm beginnings saved ${many(now.warm.tokens, "token")} of ${many(now.warm.requests, "request")}.` : ""}</p>`;
 }
 
 function Recent({rows}) {

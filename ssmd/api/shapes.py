@@ -350,6 +350,15 @@ class DeletedSession(Shape):
     deleted: Literal[True]
 
 
+class WarmBeginning(Shape):
+    id: str
+    object: Literal["warm"]
+    name: str
+    model: str
+    tokens: int
+    ready: bool
+
+
 class StoppedRequest(Shape):
     id: str
     object: Literal["request.stopped"]

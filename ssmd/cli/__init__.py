@@ -30,6 +30,7 @@ from ssmd.cli import (
     show,
     tray,
     verify,
+    warm,
 )
 from ssmd.cli.launch import launch
 from ssmd.cli.output import plain_errors
@@ -48,6 +49,7 @@ app.command("run")(run.run)
 app.command("launch", short_help="Start a coding agent that uses the daemon.")(launch.launch)
 app.command("ps")(daemon.ps)
 app.command("stop")(daemon.stop)
+app.command("warm", short_help="Keep the beginning of an agent's prompts read.")(warm.warm)
 app.command("logs")(daemon.logs)
 app.command("tray", short_help="Show the daemon in the desktop's tray.")(tray.tray)
 app.command("build")(build.build)

@@ -66,6 +66,11 @@ def _told(found: Mapping[str, Any], address: Address) -> list[str]:
     more = waiting - sum(one.get("phase") in _WAITING for one in said.each(found, "running"))
     if more > 0:
         told.append(f"{more:.0f} more {'waits for its' if more == 1 else 'wait for their'} turn")
+    warm = said.of(found, "warm")
+    if begun := said.number(warm.get("requests")):
+        many = "request" if begun == 1 else "requests"
+        tokens = said.number(warm.get("tokens")) or 0
+        told += ["", f"warm beginnings: {tokens:.0f} tokens of {begun:.0f} {many} were not read again since the start"]
     return [plain(line) for line in told]
 
 

@@ -42,5 +42,6 @@ MODELS: Shape = {"data": [_ID]}
 SESSIONS: Shape = {"data": [_LISTED], "has_more": bool}
 SESSION: Shape = {"id": str, "model": str, "head": str, "turns": [_TURN]}
 FORKED: Shape = _ID
+WARM: Shape = {"id": str, "name": str, "tokens": int, "cached_tokens": int, "ready": bool}
 LOADED: Shape = {"data": [_LOADED]}
 UNLOADED: Shape = {"state": str, "queue": {"running": int}}

@@ -15,7 +15,7 @@ from typing import Any
 
 from ssmd.engine.decode.calling import ToolCalling
 from ssmd.engine.decode.device import DeviceLock
-from ssmd.engine.decode.generation import Generation, GenerationInput
+from ssmd.engine.decode.generation import Generation, GenerationInput, GenerationStore
 from ssmd.engine.decode.queue import Queue
 from ssmd.engine.decode.several import MultiPrompt
 from ssmd.engine.decode.warmup import WarmUp, once
@@ -24,7 +24,7 @@ from ssmd.engine.persist.persistence import NoPersistence, Persistence
 from ssmd.engine.persist.writer import Writer
 from ssmd.engine.prompt.planner import Planner
 from ssmd.engine.prompt.raw import RawPlanner, echoing
-from ssmd.engine.request import Event, Recall, Request
+from ssmd.engine.request import Event, Finish, Recall, Request
 from ssmd.engine.sampling.grammar import Grammars
 from ssmd.engine.terms import Rejection
 from ssmd.engine.worker import Worker
@@ -156,9 +156,26 @@ class Engine:
         if request.echo:
             deliver = echoing(deliver, self._raw.text(request), request.n)
         asked = GenerationInput(request, prompt, deliver, started, recallable, guide)
+        if request.warm is not None and request.warm.idle:
+            return self._deferred(asked)
         generation = Generation(asked, self._persistence.begin(asked), self._queue.leave)
         self._queue.put(generation)
         return generation
+
+    def _deferred(self, asked: GenerationInput) -> Generation:
+        """Store a warm beginning, to be read when no request waits. Its request ends when that is written."""
+        assert isinstance(self._persistence, Persistence)  # the planner refuses it without a store
+        generation = Generation(asked, GenerationStore(), lambda _: None)
+
+        def end(stored: bool, state_stored: bool) -> None:
+            asked.deliver(Finish(("stop",), generation.usage(stored, self.program.context, state_stored)))
+
+        self._persistence.defer(asked, end)
+        return generation
+
+    def look_for_warm(self) -> None:
+        """Queue the warm beginnings that are to be read when no request waits. From any thread."""
+        self._persistence.look_for_warm()
 
     def submit_all(
         self,

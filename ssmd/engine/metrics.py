@@ -248,6 +248,7 @@ class Metrics:
         self.checkpoints = self.checkpoint_nbytes = self.left_out = self.stored = 0
         self.not_stored = dict.fromkeys(REASONS, 0)
         self.healings = {"checkpoints": 0, "turns": 0}
+        self.warm = {"requests": 0, "tokens": 0}
         self.quota: int | None = None
         self.live: Callable[[], LiveStatus] = LiveStatus
 
@@ -297,6 +298,13 @@ class Metrics:
             self.changes += 1
             self.healings[what] += n
 
+    def warm_begun(self, tokens: int) -> None:
+        """Count a request that started from a warm beginning. tokens: those that it did not read."""
+        with self.lock:
+            self.changes += 1
+            self.warm["requests"] += 1
+            self.warm["tokens"] += tokens
+
     def damages(self) -> dict[str, int]:
         """Return the counts of `healed`."""
         with self.lock:
@@ -341,6 +349,7 @@ class Metrics:
                 },
                 "turns_not_stored": dict(self.not_stored),
                 "healed": dict(self.healings),
+                "warm": dict(self.warm),
                 "stored_bytes": self.stored,
                 "quota_bytes": self.quota,
                 "sessions": self.sessions,

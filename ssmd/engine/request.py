@@ -26,6 +26,21 @@ LEAST_LOGPROB = -9999.0  # logprob of an impossible token, as OpenAI writes it: 
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """A beginning of prompts that is to be read once and kept pinned. The request's answer is not stored.
+
+    name: title of its session. idle: read it when no request waits; the request ends at once. session: take the tools
+    and system messages of this stored conversation; None: those of the request. owner: of the states, if the request's
+    domain is everybody's; None: the domain's, or the stored conversation's.
+    """
+
+    name: str
+    idle: bool = False
+    session: str | None = None
+    owner: str | None = None
+
+
+@dataclass(frozen=True)
 class Request:
     """A client's request. `messages` is always the whole conversation."""
 
@@ -49,6 +64,7 @@ class Request:
     marked_tools: int = 0  # tools up to the last one that is marked; 0: none is
     grammar: Grammar | None = None  # of the answer
     raw: Raw | None = None  # the prompt as it is, text or ids, in place of messages
+    warm: Beginning | None = None  # read this, in place of an answer
     more: tuple[Raw, ...] = ()  # further raw prompts; their choices are numbered after those of the first
     echo: bool = False  # each choice begins with its prompt
     tool_choice: ToolChoice = AUTO  # among the tools in `given`

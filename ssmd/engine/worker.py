@@ -15,6 +15,7 @@ from ssmd.engine.decode.device import DeviceLock
 from ssmd.engine.decode.fairness import FairShare, Open
 from ssmd.engine.decode.generation import Generation
 from ssmd.engine.decode.queue import Queue, unavailable
+from ssmd.engine.decode.sharing import SharedReading
 from ssmd.engine.decode.warmup import WarmUp
 from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persist.persistence import NoPersistence, Persistence
@@ -64,6 +65,7 @@ class Worker:
         self._turns = turns
         self._room = room
         self._answers = Outputs(program, metrics, self.running, queue.told)
+        self._sharing = SharedReading(program, self.running, self._guarded)
         self._warm_up = WarmUp()
         self._idling = True  # work that no request waits for may be under way
         self._thread = threading.Thread(target=self._run, name="ssmd-worker", daemon=True)
@@ -142,7 +144,7 @@ class Worker:
                 continue
             generation.progress.admitted = time.perf_counter()
             self.running.append(generation)
-            self._guarded([generation], generation.kept.restore)
+            self._guarded([generation], partial(self._sharing.begin, generation))
 
     def _next(self) -> Generation | None:
         """Take the next request to admit, if there is one and room for it."""
@@ -159,7 +161,7 @@ class Worker:
 
         admits: whether a lane was free.
         """
-        restored = any(g.kept.ready() for g in self.running)
+        restored = any(self._sharing.reader(g) is not None for g in self.running)
         served = self._shares.served(self.running, self.in_use) if admits else None
         admissible = served is not None and self._queue.waits(served)
         return restored or self._queue.closing or self._queue.any_departed or admissible
@@ -173,21 +175,25 @@ class Worker:
     def _step(self) -> None:
         """Prefill a piece for the least recently served client, then decode a token for open choices."""
         for gone in [g for g in self.running if g.cancelled]:
+            self._sharing.leave(gone)
             self._answers.cancel(gone)
+        self._sharing.settle()
         decoding = [g for g in self.running if g.progress.choices]
         ready = None
         if len(decoding) < len(self.running):
-            reading = [g for g in self.running if not g.progress.choices and g.kept.ready()]
+            reading = [g for g in self.running if not g.progress.choices and self._sharing.reader(g) is not None]
             ready = next((g for g in self._shares.in_turn(reading) if self._may_read(g, decoding)), None)
         if ready is None and not decoding:  # all requests wait for their states
             self._queue.wait(partial(self._something_to_do, self._served() is not None), 0.05)
-        if ready is not None:
+        reader = None if ready is None else self._sharing.reader(ready)
+        if ready is not None and reader is not None:
             started = time.perf_counter()
             others = bool(decoding) or self._turns.others_busy(self)
-            self._guarded([ready], partial(self._read_on, ready, bool(decoding), others))
+            self._guarded([reader], partial(self._read_on, reader, bool(decoding), others))
+            self._sharing.give(reader)
             self._shares.spend(ready, time.perf_counter() - started)
         if decoding:
-            joining = ready if ready in self.running and is_read(ready) else None
+            joining = reader if reader is not None and reader in self.running and is_read(reader) else None
             touched = decoding if joining is None else [*decoding, joining]
             self._guarded(touched, partial(self._decode, decoding, joining))
 
@@ -214,7 +220,7 @@ class Worker:
             self._decode([], g)
         else:
             with self._turns:
-                feed(g, self._program, others=others)
+                feed(g, self._program, others=others, until=self._sharing.stop(g))
 
     def _saved(self, g: Generation) -> tuple[bool, NewCheckpoint | None]:
         """Copy the state of a prompt, to be kept. Return (failed, state); a failure ends the request."""
@@ -452,12 +458,13 @@ class Outputs:
         self._told()
 
 
-def feed(g: Generation, program: Program, *, others: bool) -> None:
+def feed(g: Generation, program: Program, *, others: bool, until: int | None = None) -> None:
     """Prefill the next piece of a prompt, up to its last token. Begin with its state if it has none.
 
     A prompt's bits depend on its text alone: pieces end on the grid, and where the system prompt does.
     others: answers under way wait for this. Then several short pieces are fed if they take no longer than a long one.
     Without others a `wide` program is fed several cells of the grid at once, which changes no bit of its results.
+    until: a position on the grid at which it stops, as another request goes on from there.
 
     The last token is fed by a decode step, which gives the logits that every choice starts from. The state before it is
     kept.
@@ -470,8 +477,9 @@ def feed(g: Generation, program: Program, *, others: bool) -> None:
     room = buckets.grid(program.buckets) + buckets.CALL if others else 0.0
     wide = not others and getattr(program, "wide", False)
     cost = 0.0  # of all pieces
-    while p.position < last:
+    while p.position < last and p.position != until:
         end = g.kept.stop(p.position, system if p.position < system else last)
+        end = end if until is None or until < p.position else min(end, until)
         n = buckets.piece(p.position, end, program.buckets, wide=wide)
         one = buckets.bucket_of(n, program.buckets) + buckets.CALL
         if cost and cost + one > room:

@@ -14,6 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine
 
 from ssmd.model.state import Part, State, StateSpec
+from ssmd.sessions.checkpoint import Scope
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
@@ -22,12 +23,14 @@ from ssmd.sessions.rows import commits, database, disk_space, erasure, holding, 
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
+from ssmd.sessions.rows import warm as warm_rows
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, joined
 from ssmd.sessions.rows.checkpoints import CheckpointResult
 from ssmd.sessions.rows.faults import DiskFull, disk_full
 from ssmd.sessions.rows.partings import Parting, read_partings
 from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.snapshot import Snapshot
+from ssmd.sessions.rows.warm import WarmBeginning
 from ssmd.sessions.sealing import SealedLine
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn
 from ssmd.text.messages import Message
@@ -397,6 +400,30 @@ class Store:
         """
         with self.reading() as connection:
             return turn_rows.read_beginnings(connection, lineage, most)
+
+    def warm(self) -> list[WarmBeginning]:
+        """Read the warm beginnings, the one used last first."""
+        with self.reading() as connection:
+            return warm_rows.read_warm(connection, self.domain)
+
+    def unread_warm(self, scope: Scope) -> list[tuple[str, SessionInfo]]:
+        """Read (turn, session) of the warm beginnings of a model whose state is not stored. Of all owners."""
+        with self.reading() as connection:
+            return warm_rows.read_unread(connection, scope)
+
+    def warm_states(self) -> frozenset[int]:
+        """Read the ids of the checkpoints of all warm beginnings. Of all owners."""
+        with self.reading() as connection:
+            return warm_rows.read_states(connection)
+
+    def beginning(self, session_id: str) -> tuple[Turn, int]:
+        """Read the first turn of a session, and how many of its ids are tools and system messages.
+
+        Raises UnknownSession; StoreError if their number is not known.
+        """
+        with self.reading() as connection:
+            session_rows.session_row(connection, session_id, self.domain)
+            return warm_rows.read_beginning(connection, session_id)
 
     def path(self, turn_id: str) -> list[Turn]:
         """Read the turns from the root to this one. Raises UnknownSession."""

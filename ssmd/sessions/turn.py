@@ -47,6 +47,7 @@ class SessionInfo:
     pinned: bool = False
     imported: str | None = None  # the import it descends from
     owner: str = ""
+    title: str | None = field(default=None, compare=False)  # given to it when it is new; None: its default title
     # It was read from the store: a turn of it never starts a new session.
     known: bool = field(default=False, compare=False)
 

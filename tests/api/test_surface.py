@@ -136,6 +136,7 @@ def _asking(operation: Operation, model: str) -> Any:
         "/api/generate": {"prompt": "x", "options": {"num_predict": 1}, "stream": False},
         "/api/show": {},
         "/tokenize": {"content": "x"},
+        "/ssmd/v1/warm": {"messages": [{"role": "system", "content": "x " * 80}]},
         "/detokenize": {"tokens": [1]},
     }
     found = bodies.get(operation.path)

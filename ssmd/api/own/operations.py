@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from ssmd.api.openai.chat_body import NOT_BUILT
+from ssmd.api.openai.operations import MESSAGES, TOOLS
 from ssmd.api.openapi import Description
-from ssmd.api.operation import BODY, EVENTS, GONE, SPACE, Operation, RequestBody, Right, Service
-from ssmd.api.own import metrics, models, pulls, requests, sessions, status, tickets
+from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, SPACE, Operation, RequestBody, Right, Service
+from ssmd.api.own import metrics, models, pulls, requests, sessions, status, tickets, warm
 from ssmd.api.own.metrics import Metrics
 from ssmd.api.own.models import Models
 from ssmd.api.own.page import Page
 from ssmd.api.own.pulls import Catalog
 from ssmd.api.own.sessions import Sessions
+from ssmd.api.own.warm import Warm
 
 BINARY, HTML, JSON = "application/octet-stream", "text/html; charset=utf-8", "application/json"
 TEXT = "text/plain; charset=utf-8"
@@ -357,6 +360,27 @@ OPERATIONS = (
         answer="Session",
         errors=GONE | BODY,
         body=RequestBody(sessions.ForkBody, optional=True),
+    ),
+    Operation(
+        "GET",
+        "/ssmd/v1/warm",
+        lambda on: on.one(Warm).rows,
+        "sessions",
+        "The warm beginnings",
+        about="the [warm beginnings](http-sessions.md#warm-beginnings), the last used first",
+        pool="store",
+    ),
+    Operation(
+        "POST",
+        "/ssmd/v1/warm",
+        warm.endpoint,
+        "sessions",
+        "Read a beginning once and keep it",
+        about="read the tools and system messages of a chat once, and [keep them](http-sessions.md#warm-beginnings)",
+        pool="chats",
+        answer="WarmBeginning",
+        errors=BODY | GENERATION | {409: "No beginning is known of this session, or the key has too many."},
+        body=RequestBody(warm.WarmBody, NOT_BUILT, {"messages": MESSAGES, "tools": TOOLS}, lenient=True),
     ),
     Operation(
         "POST",

@@ -91,8 +91,25 @@ class GenerationStore:
     parted_at: int | None = None
     states_kept = False
 
-    def restore(self) -> None:
-        """Begin to restore the state to start from, if there is one."""
+    @property
+    def shareable(self) -> bool:
+        """Return True if other requests of its trust domain may go on from its states."""
+        return True
+
+    def restore(self, *, again: bool = False) -> None:
+        """Begin to restore the state to start from, if there is one.
+
+        again: look for a deeper one than was planned, which another request may have left meanwhile.
+        """
+
+    def publish(self) -> None:
+        """Write the states that are kept so far at once, for other requests to start from."""
+
+    def grow_from(self, other: GenerationStore, handle: Handle, position: int, read_ms: float) -> None:
+        """Note that the request goes on from a copy of another one's state, after `position` tokens of its prompt.
+
+        read_ms: time to prefill a token of the prompt.
+        """
 
     def ready(self) -> bool:
         """Return True if `restored` returns at once."""

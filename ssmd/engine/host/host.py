@@ -149,6 +149,11 @@ class Host:
                 hosted.waiting = deque(one for one in hosted.waiting if one is not future)
         self._loader.wake()
 
+    def look_for_warm(self) -> None:
+        """Have the loaded models read warm beginnings without a state, when no request waits."""
+        for engine in self._loader.engines():
+            engine.look_for_warm()
+
     def load(self, model: Model) -> Future[ModelLease]:
         """Load a model without a request, even if it failed just now. The caller releases the lease."""
         with self._loader.changed:

@@ -22,16 +22,17 @@ from ssmd.engine.decode.choice import Choice
 from ssmd.engine.decode.generation import GenerationInput, GenerationStore, RestoredState, Then
 from ssmd.engine.decode.warmup import run_tokens
 from ssmd.engine.persist import positions, replay
-from ssmd.engine.persist.rerender import Rerenderer
+from ssmd.engine.persist.rerender import Rerenderer, WarmReader
 from ssmd.engine.persist.restore import Restorer, Restoring
-from ssmd.engine.persist.writer import PendingCheckpoint, Writer
+from ssmd.engine.persist.writer import COMMIT_PATIENCE_S, PendingCheckpoint, Writer
 from ssmd.engine.prompt.planner import Planner, Prompt
 from ssmd.engine.request import Finish, Request
 from ssmd.engine.terms import Rejection, Steps
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint
+from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint, StoredCheckpoint
 from ssmd.sessions.line import Line
+from ssmd.sessions.rows.warm import warm_turn
 from ssmd.sessions.sealing import IN_MEMORY, ON_DISK, Seal
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, conversation
 from ssmd.text.messages import Message
@@ -39,6 +40,7 @@ from ssmd.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 REMEMBERED = 64  # conversations of earlier processes whose beginnings are compared with new prompts
+ALIKE = 256  # tokens by which a deeper state that came meanwhile must be likely, for a second look-up
 PROGRESS_S = 10.0  # s of reading a prompt after which its newest state is written
 
 
@@ -46,6 +48,9 @@ class NoPersistence:
     """The persistence of an engine without a store."""
 
     idle = True
+
+    def look_for_warm(self) -> None:
+        """Do nothing: nothing is kept warm."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -97,16 +102,34 @@ class Persistence:
         with contextlib.suppress(StoreError):
             for owner, ids in self._store.beginnings(planner.scope.lineage, REMEMBERED):
                 self._seen.parted(owner, ids)
-        self._restorer = Restorer(program, self._store, planner.scope, damaged=partial(writer.heal, spec=program.spec))
+        damaged, written = partial(writer.heal, spec=program.spec), partial(writer.flush, COMMIT_PATIENCE_S)
+        self._restorer = Restorer(program, self._store, planner.scope, damaged=damaged, written=written)
         self._rerenderer = Rerenderer(planner, program, writer, self._restorer, self._made, wake=wake)
+        self._warm = WarmReader(planner, program, writer, self._restorer, self._made, wake=wake)
+        self.look_for_warm()
 
     @property
     def idle(self) -> bool:
         """Return True if no turn is rerendered or waits for that. From any thread."""
-        return self._rerenderer.idle
+        return self._rerenderer.idle and self._warm.idle
+
+    def look_for_warm(self) -> None:
+        """Queue the warm beginnings whose state is not stored, and learn the states of the others. From any thread."""
+        self._warm.look()
+
+    def count_warm(self, found: StoredCheckpoint) -> None:
+        """Count the tokens that a request did not read because it starts from the state of a warm beginning."""
+        if found.id in self._warm.states:
+            self._writer.count_warm(found.position)
+
+    def defer(self, asked: GenerationInput, then: Then) -> None:
+        """Write a warm beginning without its state, to be read when no request waits. Then call `then`, once."""
+        _WarmStore(self, asked).write(then)
 
     def begin(self, asked: GenerationInput) -> GenerationStore:
         """Begin a request, of which nothing is stored yet. From any thread."""
+        if asked.request.warm is not None:
+            return _WarmStore(self, asked)
         makes_a_turn = asked.request.store and asked.request.raw is None
         return _TurnStore(self, asked) if makes_a_turn else _PrefixStore(self, asked)
 
@@ -129,19 +152,21 @@ class Persistence:
 
     def has_work(self) -> bool:
         """Return True if `work` has something to do."""
-        return self._rerenderer.ready()
+        return self._rerenderer.ready() or self._warm.ready()
 
     def work(self) -> None:
         """Do a piece of deferred work. It takes no longer than one bucket or a restore."""
-        self._rerenderer.step()
+        self._rerenderer.step() if self._rerenderer.ready() else self._warm.step()
 
     def pause(self) -> None:
         """Drop the work in progress because a request came. It is begun again later."""
         self._rerenderer.pause()
+        self._warm.pause()
 
     def close(self) -> None:
         """Finish queued writes, after the worker has stopped."""
         self._rerenderer.close()
+        self._warm.close()
         self._writer.flush()
         self._restorer.close()
 
@@ -155,12 +180,14 @@ class _TurnStore(GenerationStore):
         self._by, self._asked, self._prompt = by, asked, asked.prompt
         self._info = asked.prompt.info
         prompt = asked.prompt
-        parted, apart = by._seen.parted(asked.request.domain.owner, prompt.ids)
+        seen = prompt.ids if asked.request.warm is None else prompt.ids.up_to(prompt.system)
+        parted, apart = by._seen.parted(asked.request.domain.owner, seen)
         self.parted_at = parted if apart else None
         first, last = 0 if prompt.found is None else prompt.found.start, len(prompt.ids) - 1
         recurrent, ends, wanted = by._recurrent_nbytes > 0, (prompt.system, last), (parted, *prompt.parts)
         # The positions inside the prompt at which its state is kept.
         self._inside = positions.inside(first, last, wanted, by._cell, recurrent=recurrent, ends=ends)
+        self._alike = parted - first >= ALIKE  # an earlier prompt shares more than the state that was found
         self._progress: PendingCheckpoint | None = None  # the newest state of a prompt that takes long
         self._written_at = time.perf_counter()  # when a state was last written at once
         self._restoring: Restoring | None = None
@@ -171,11 +198,38 @@ class _TurnStore(GenerationStore):
         self._turns: list[Choice] = []
         self._held: int | None = None  # a checkpoint that may belong to no turn, from which the next one grows
 
-    def restore(self) -> None:
-        if self._prompt.found is not None:
+    @property
+    def shareable(self) -> bool:
+        """Return False if its states grow from an import, which serves one session alone."""
+        found = self._prompt.found
+        return self._origin is None and (found is None or found.origin is None)
+
+    def restore(self, *, again: bool = False) -> None:
+        if self._prompt.found is not None or again or self._alike:
+            again, domain = again or self._alike, self._asked.request.domain
             self._restoring = self._by._restorer.begin(
-                self._prompt, self._asked.session, self._asked.request.domain, self._by._wake
+                self._prompt, self._asked.session, domain, self._by._wake, again=again
             )
+
+    def publish(self) -> None:
+        self._by._writer.publish(tuple(self._checkpoints))
+
+    def grow_from(self, other: GenerationStore, handle: Handle, position: int, read_ms: float) -> None:
+        """As in GenerationStore. A state where the two part is kept once, by the one that has read it.
+
+        Then later states of both have the same rows, and are stored once too.
+        """
+        alike = isinstance(other, _TurnStore) and other._seal == self._seal and other._owner == self._owner
+        if not isinstance(other, _TurnStore) or not alike or other._parent[1] > position:
+            self.prefilled(handle, position, read_ms)
+            return
+        above = other._parent[1]
+        if position in self._inside and above < position and other._pays((position - above) * read_ms):
+            other.keep(other._save(handle, "prefix", other._prompt.ids.up_to(position)))
+        other.publish()  # before the states that grow from them
+        self._parent = other._parent
+        if isinstance(self._parent[0], int):
+            self._hold(self._parent[0])
 
     def ready(self) -> bool:
         return self._restoring is None or self._restoring.done()
@@ -191,10 +245,19 @@ class _TurnStore(GenerationStore):
         if found.build == self._by._build and found.seal == self._seal:
             self._parent = (found.id, found.position)
             if not found.linked:
-                self._held = found.id
-                self._by._writer.hold(found.id)
+                self._hold(found.id)
+        self._by.count_warm(found)
         exact = found.is_exact(self._by._build, self._by._program.producer)
         return RestoredState(loaded.handle, found.start, "exact" if exact else "portable", self._prompt)
+
+    def _hold(self, checkpoint: int) -> None:
+        self._held = checkpoint
+        self._by._writer.hold(checkpoint)
+
+    @property
+    def _owner(self) -> str:
+        """Return the owner of its states."""
+        return self._asked.request.domain.owner if self._info is None else self._info.owner
 
     def discard(self) -> None:
         if self._restoring is not None:
@@ -353,6 +416,77 @@ class _PrefixStore(_TurnStore):
 
     def rerender(self) -> None:
         """Read nothing again: there is no turn."""
+
+
+class _WarmStore(_TurnStore):
+    """The states of a warm beginning, and its turn, which has no answer. The state at its end is the turn's."""
+
+    def __init__(self, by: Persistence, asked: GenerationInput) -> None:
+        super().__init__(by, asked)
+        self._turn = f"turn_{secrets.token_hex(12)}"
+
+    def restored(self) -> RestoredState | None:
+        found = super().restored()
+        if found is not None and found.handle is not None and found.position == self._prompt.system:
+            self._parent = (None, 0)  # the stored one is linked to the turn too
+            self._keep_end(found.handle)
+        return found
+
+    def prefilled(self, handle: Handle, position: int, read_ms: float) -> None:
+        if position == self._prompt.system:
+            self._keep_end(handle)
+        else:
+            super().prefilled(handle, position, read_ms)
+
+    def grow_from(self, other: GenerationStore, handle: Handle, position: int, read_ms: float) -> None:
+        super().grow_from(other, handle, position, read_ms)
+        if position == self._prompt.system:
+            self._keep_end(handle)
+
+    def _keep_end(self, handle: Handle) -> None:
+        self.keep(self._save(handle, "turn", self._prompt.ids.up_to(self._prompt.system), self._turn))
+
+    def save(self, handle: Handle, read_ms: float) -> NewCheckpoint | None:
+        return None
+
+    def end(self, choice: Choice) -> None:
+        """Keep nothing: what was drawn belongs to no conversation."""
+
+    def commit(self, choices: Sequence[Choice], done: Finish, then: Then) -> None:
+        if not choices:
+            super().commit(choices, done, then)
+        else:
+            self.write(then)
+            self._let_go(read=True)
+
+    def write(self, then: Then) -> None:
+        """Write the turn with the states that are kept so far. Then call `then`, once."""
+        info, prompt = self._info, self._prompt
+        assert info is not None  # the planner makes it
+        ids = prompt.ids.up_to(prompt.system)
+        turn = NewTurn(
+            id=self._turn,
+            session=info.id,
+            parent=None,
+            messages=prompt.new,
+            answer=Message("assistant", ""),
+            ids=ids,
+            prompt_tokens=len(ids),
+            text=prompt.text,
+            finish="",
+            complete=True,
+            created_at=datetime.now(UTC),
+        )
+
+        def written(stored: bool, state_stored: bool) -> None:
+            then(stored, state_stored)
+            self._by.look_for_warm()
+
+        self._by._writer.commit(info, [warm_turn(turn)], tuple(self._checkpoints), written)
+        self._checkpoints, self._parent = [], (None, 0)
+
+    def rerender(self) -> None:
+        """Read nothing again: there is no answer."""
 
 
 def _turn(info: SessionInfo, prompt: Prompt, choice: Choice) -> NewTurn:

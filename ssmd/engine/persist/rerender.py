@@ -8,6 +8,7 @@ answer; the state after it is stored.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -198,7 +199,7 @@ class Rerenderer:
         found, ids = plan.loaded.found, plan.loaded.ids
         # A sealed state's rows cannot be shared.
         shares = found is not None and found.build == self._made.scope.build and found.seal is None
-        parent = found if shares else None
+        parent = found if shares and found is not None and found.position < len(ids) else None
         state = self._program.save(self._handle, since=0 if parent is None else parent.position)
         origin = None if found is None else found.origin
         number = None if parent is None else parent.id
@@ -206,3 +207,56 @@ class Rerenderer:
         pending = self._writer.encode(checkpoint, self._made)
         if pending is not None:
             self._writer.rewrite(turn.id, ids, plan.text, pending)
+
+
+class WarmReader(Rerenderer):
+    """Reads warm beginnings whose state is not stored: those to be read when idle, imported or lost ones.
+
+    A request that comes meanwhile interrupts the reading, and loses none of it. A state that the store did not take is
+    not computed again in this process.
+    states: ids of the checkpoints of warm beginnings.
+    """
+
+    states: frozenset[int] = frozenset()
+    _tried: frozenset[str] = frozenset()  # turns that were queued and have no state yet
+
+    def look(self) -> None:
+        """Queue the beginnings that are to be read, and learn the states of all. From any thread. Raises nothing."""
+        try:
+            unread, self.states = self._store.unread_warm(self._planner.scope), self._store.warm_states()
+        except StoreError as err:
+            log.warning("warm beginnings cannot be looked up: %s", err)
+            return
+        with self._lock:
+            new = [(name, info) for name, info in unread if name not in self._tried]
+            self._tried = frozenset(name for name, _ in unread)
+            for name, info in new:
+                self._waiting.append(_Turn(name, info, False, Domain(info.owner, (info.owner,)), NOTHING_MORE))
+        if new:
+            self._wake()
+
+    def pause(self) -> None:
+        """Keep the work in progress for the next time when no request waits."""
+
+    def _make_plan(self, turn: _Turn) -> _Plan | None:
+        with contextlib.suppress(StoreError), self._store.of(turn.domain).snapshot() as stored:
+            kept, context = stored.turn(turn.id), self._program.context
+            ids, scope = kept.ids, self._planner.scope
+            if not kept.sound or not 0 < len(ids) < (context or len(ids) + 1):
+                log.warning("warm beginning %s cannot be read with this model", turn.session.id)
+                return None
+            more = ids.then([int(ids.own[-1])])  # a state is found only if a token follows it
+            found, *_ = stored.resume(scope, more)
+            if (
+                found is not None
+                and found.position == len(ids)
+                and not found.is_exact(scope.build, self._made.producer)
+            ):
+                found, *_ = stored.resume(scope, more, skip=[found.id])
+            loaded = self._restorer.load(found, more, None, None, turn.domain)
+            return None if loaded is None else _Plan(kept.text, replace(loaded, ids=ids))
+        return None
+
+    def _keep(self, turn: _Turn, plan: _Plan) -> None:
+        super()._keep(turn, plan)
+        self._writer.after(self.look)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,29 +38,47 @@ Restoring = Future[tuple[Prompt, LoadedState]]
 class Restorer:
     """Restores checkpoints into handles: `load` from any thread; `begin` in a thread of its own.
 
-    damaged: called with the id of a checkpoint that was found damaged.
+    damaged: called with the id of a checkpoint that was found damaged. written: waits for the states that are being
+    written.
     """
 
-    def __init__(self, program: Program, store: Store, scope: Scope, *, damaged: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        store: Store,
+        scope: Scope,
+        *,
+        damaged: Callable[[int], None],
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
         self._program, self._store, self._scope, self._damaged = program, store, scope, damaged
+        self._written = written
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-restore")
 
-    def begin(self, prompt: Prompt, session: str | None, domain: Domain, then: Callable[[], None]) -> Restoring:
+    def begin(
+        self, prompt: Prompt, session: str | None, domain: Domain, then: Callable[[], None], *, again: bool = False
+    ) -> Restoring:
         """Load the state that a prompt starts from, in the background. `then` is called when that is done.
 
         The prompt is returned with it. If its stored data cannot be read, it is rendered again from the request's
-        messages.
+        messages. again: look for a deeper state before, among those that were written since.
         """
-        restoring = self._thread.submit(self._load, prompt, session, domain)
+        restoring = self._thread.submit(self._load, prompt, session, domain, again)
         restoring.add_done_callback(lambda _: then())
         return restoring
 
-    def _load(self, prompt: Prompt, session: str | None, domain: Domain) -> tuple[Prompt, LoadedState]:
+    def _load(self, prompt: Prompt, session: str | None, domain: Domain, again: bool) -> tuple[Prompt, LoadedState]:
+        if again:
+            self._written()
+            with contextlib.suppress(StoreError), self._store.of(domain).snapshot() as stored:
+                found, ids, stem = stored.resume(self._scope, prompt.ids, prompt.stem, session)
+                if found is not None:
+                    prompt = replace(prompt, found=found, ids=ids, stem=stem)
         loaded = self.load(prompt.found, prompt.ids, prompt.stem, session, domain)
         if loaded is not None:
             return replace(prompt, ids=loaded.ids), loaded
-        again = prompt.reread()
-        return again, LoadedState(None, None, again.ids)
+        anew = prompt.reread()
+        return anew, LoadedState(None, None, anew.ids)
 
     def load(
         self, found: StoredCheckpoint | None, ids: Line, stem: str | None, session: str | None, domain: Domain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -248,6 +249,17 @@ class Writer:
 
         self._work.put(work)
         return pending
+
+    def publish(self, checkpoints: Sequence[PendingCheckpoint]) -> None:
+        """Write checkpoints before their turn, so that other requests find them. From any thread."""
+
+        def work() -> None:
+            for one in checkpoints:
+                if one.stored is None and one.encoded is not None:
+                    self._write_ahead(one, one.encoded)
+
+        if checkpoints:
+            self._work.put(work)
 
     def pays(self, nbytes: int, read_ms: float) -> bool:
         """Return True if writing a state of `nbytes` is worth it. read_ms: prefill time that it saves."""
@@ -532,11 +544,19 @@ class Writer:
                 self.condition.well()
             self._noticed = ""
 
-    def flush(self) -> None:
-        """Wait until all earlier work is done or has failed."""
-        done = threading.Event()
+    def after(self, work: Callable[[], None]) -> None:
+        """Call `work` on the writer's thread once all earlier work is done. From any thread."""
+        self._work.put(work)
+
+    def count_warm(self, tokens: int) -> None:
+        """Count a request that starts from a warm beginning. tokens: those that it does not read."""
+        self._metrics.warm_begun(tokens)
+
+    def flush(self, within_s: float = math.inf) -> None:
+        """Wait until all earlier work is done or has failed, at most `within_s` seconds."""
+        done, until = threading.Event(), time.monotonic() + within_s
         self._work.put(done.set)
-        while self._thread.is_alive() and not done.wait(timeout=0.1):
+        while self._thread.is_alive() and not done.wait(timeout=0.1) and time.monotonic() < until:
             pass
 
     def close(self) -> None:

@@ -13,12 +13,13 @@ from functools import lru_cache
 import numpy as np
 
 from ssmd.engine.prompt.rendering import RenderedPrompt, Renderer, alike
-from ssmd.engine.request import Request
+from ssmd.engine.request import Beginning, Request
 from ssmd.engine.terms import Rejection, too_long
 from ssmd.model.artifact import Manifest
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import NOTHING, Line, Passage
 from ssmd.sessions.match import known, with_ids_of
 from ssmd.sessions.rows.snapshot import Snapshot
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 MARKS = 4  # marked blocks of a request whose ends are looked up, the last ones: as many as Anthropic allows
 ENDS = 8  # system messages, and blocks in them, whose ends are looked up, the last ones
 SYSTEM_CHECKPOINT_TOKENS = 64  # least length of a beginning with a state of its own: a shorter one costs no bucket
+
+MOST_WARM = 64  # warm beginnings of one owner: their states are pinned, and no quota takes them
 
 TRUNCATED = 0.6  # share of the context that a prompt may take after its oldest messages were left out
 LEAST_ROOM = 0.05  # share of the context to leave for an answer, if it may take that much
@@ -88,7 +91,7 @@ class Planner:
         self.scope = Scope(program.spec.digest(), manifest.lineage, manifest.build)
         self._manifest = manifest
         self._context = program.context
-        self._vocabulary = program.vocabulary
+        self._vocabulary, self._producer = program.vocabulary, program.producer
         self._rows_alone = not program.spec.recurrent
         self._cell = buckets.grid(program.buckets)
         self._tokenizer = tokenizer
@@ -104,7 +107,7 @@ class Planner:
         Raises Rejection: an unknown session, a template that refuses, a prompt too long for the context.
         """
         with self._renderer.while_wanted(go_on):
-            return self._plan(request)
+            return self._plan(request) if request.warm is None else self._plan_warm(request, request.warm)
 
     def text(self, request: Request) -> str:
         """Render a request's messages with the template, as plain text. Raises Rejection."""
@@ -195,6 +198,91 @@ class Planner:
             reread=reread,
             parts=(*self._parts(request, shown, now), *self._marks(request, shown, now, cut)),
         )
+
+    def _plan_warm(self, request: Request, warm: Beginning) -> Prompt:
+        """Plan the reading of a beginning: its ids, and one more to decode, as prefill gives no state for that."""
+        if self._store is None:
+            raise Rejection("this daemon keeps nothing: it runs with --no-store", status=404, code="no_store")
+        if warm.owner is not None and request.domain.sees is not None:
+            raise Rejection("only the daemon's own user names a key; leave it out", status=403, param="key")
+        owner, now = request.domain.owner, _local_now()
+        try:
+            if warm.session is None:
+                head, text, ids, parts = self._head_of(request, now)
+            else:
+                owner, head, text, ids = self._stored_head(self._store.of(request.domain), warm.session)
+                parts = ()
+            owner = owner if warm.owner is None else warm.owner
+            self._check_head(len(ids))
+            whole, mine = ids.then([int(ids.own[-1])]), self._store.of(Domain(owner, (owner,)))
+            if len(mine.warm()) >= MOST_WARM:
+                raise StoreError(f"{MOST_WARM} beginnings are kept warm already; remove one with: ssmd warm --rm NAME")
+            with mine.snapshot() as stored:
+                found, *_ = stored.resume(self.scope, whole)
+        except UnknownSession:
+            raise _unknown(str(warm.session)) from None
+        except StoreError as err:
+            raise Rejection(str(err), status=409, code="no_beginning") from err
+        if found is not None and found.position == len(ids) and not found.is_exact(self.scope.build, self._producer):
+            found = None  # its own state is to be this build's
+        info = replace(self._new_session(owner), pinned=True, title=warm.name, clock=now)
+
+        def prompt(found: StoredCheckpoint | None) -> Prompt:
+            return Prompt(
+                text=Passage(text),
+                ids=whole,
+                stem=None,
+                settled=None,
+                system=len(ids),
+                info=info,
+                parent=None,
+                new=head,
+                begun="",
+                found=found,
+                cut=0,
+                heard={},
+                reread=lambda: prompt(None),
+                parts=parts,
+            )
+
+        return prompt(found)
+
+    def _head_of(self, request: Request, now: datetime) -> tuple[tuple[Message, ...], str, Line, tuple[int, ...]]:
+        """Return a request's system messages, the text and ids of all that comes first, and its `parts`."""
+        head = request.messages[: system_prompt(request.messages)]
+        if not head and not request.given.tools:
+            said = "there is no system message and no tool at the beginning, so there is nothing to keep warm"
+            raise Rejection(said, param="messages")
+        text, ids = self._begin(request, len(head), now)
+        return head, text, ids, self._parts(request, RenderedPrompt(Passage(text), ids, None), now)
+
+    def _stored_head(self, store: Store, session: str) -> tuple[str, tuple[Message, ...], str, Line]:
+        """Return owner, system messages, text and ids of a stored conversation's beginning. Raises StoreError."""
+        turn, tokens = store.beginning(session)
+        if turn.lineage != self._manifest.lineage:
+            raise StoreError(f"session {session!r} began with another model; name that one")
+        ids, head = turn.ids.up_to(tokens), turn.messages[: system_prompt(turn.messages)]
+        return store.session(session).info.owner, head, self._text_of(turn.text.own, ids), ids
+
+    def _check_head(self, tokens: int) -> None:
+        """Raise Rejection if a beginning of so many tokens cannot be kept warm."""
+        if tokens < SYSTEM_CHECKPOINT_TOKENS:
+            raise Rejection(
+                f"this beginning has {tokens} tokens; one below {SYSTEM_CHECKPOINT_TOKENS} is read faster than kept",
+                param="messages",
+            )
+        if self._context is not None and tokens + 1 >= self._context:
+            raise too_long(self._context, tokens + 1, param="messages", advice="Please leave out some of it.")
+
+    def _text_of(self, text: str, ids: Line) -> str:
+        """Return the beginning of a rendered text that these ids spell; "" if none does."""
+        least, most, wanted = 0, len(text), ids.own.tolist()
+        while least < most:
+            middle = (least + most) // 2
+            enough = len(self._renderer.ids(text[: self._tokenizer.last_cut(text, middle)])) >= len(wanted)
+            least, most = (least, middle) if enough else (middle + 1, most)
+        text = text[: self._tokenizer.last_cut(text, least)]
+        return text if self._tokenizer.spells(wanted, text) else ""
 
     def warm_up(self) -> None:
         """Plan a made-up conversation, so that template, tokenizer and queries are ready for the next request."""

@@ -23,6 +23,7 @@ from ssmd.sessions.files.rereading import Rereader
 from ssmd.sessions.files.sessionfile import SessionFileError, SessionFileReader, open_session_file
 from ssmd.sessions.line import NOTHING, SILENCE
 from ssmd.sessions.rows.blobs import EncodedCheckpoint
+from ssmd.sessions.rows.warm import WARM, warm_turn
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, SessionInfo
 
@@ -183,6 +184,37 @@ def import_session(
         dropped=dropped,
         text_only=reason,
     )
+
+
+def import_warm(
+    store: Store, file: Path, *, local: Mapping[str, LocalModel], trust: bool = False, name: str | None = None
+) -> ImportResult:
+    """Read a warm beginning from a session file into the store. It serves all requests of the store's domain.
+
+    Without `trust` no state of the file is taken: a daemon computes it from the ids when no request waits.
+    name: its title; None: the one that it had. Raises SessionFileError, StoreError.
+    """
+    with open_session_file(file) as reader:
+        entry = reader.document.session
+        if [turn.finish for turn in reader.document.turns] != [WARM]:
+            raise reader.error("it holds a conversation, no warm beginning; import it with: ssmd session import")
+        if stranger := _stranger(reader, local):
+            raise reader.error(f"{stranger}; pull its model, or read the beginning again from its own file")
+        model = local[entry.lineage]
+        found = contents.read(reader, spec=model.spec, vocabulary=model.vocabulary, states=trust)
+        if not len(found.turns[0].ids):
+            raise reader.error("it has no token ids")
+        dropped = len(reader.document.checkpoints) - len(found.checkpoints)
+    owner, session, turn_id = store.domain.owner, f"ses_{secrets.token_hex(12)}", f"turn_{secrets.token_hex(12)}"
+    turn = warm_turn(replace(found.turns[0], id=turn_id, session=session))
+    own = [replace(c, turn=turn_id, owner=owner) for c in found.checkpoints]
+    title = entry.title if name is None else name
+    info = SessionInfo(
+        session, model.name, entry.lineage, found.clock, pinned=True, imported=session, owner=owner, title=title
+    )
+    done = store.adopt(info, [turn], own, head=turn_id)
+    kept = sum(placed.id is not None for placed in done.checkpoints)
+    return ImportResult(session, False, 1, kept, done.nbytes, model.name, entry.lineage, dropped)
 
 
 def _stranger(reader: SessionFileReader, local: Mapping[str, LocalModel] | None) -> str:

@@ -284,6 +284,7 @@ def insert_session(
     """Write the row of a new session. now: microseconds since 1970. title: one that was given to it."""
     if info.clock.tzinfo is None:
         raise StoreError(f"the clock of session {info.id!r} has no time zone")
+    title = info.title if title is None else title
     row = {
         "id": check_id("session", info.id),
         "created_at": min(now, *(to_micros(t.created_at) for t in turns)),
