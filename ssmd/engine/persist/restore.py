@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ssmd.engine.prompt.planner import Prompt
 from ssmd.model.state import StateError
@@ -57,7 +57,7 @@ class Restorer:
     def _load(self, prompt: Prompt, session: str | None, domain: Domain) -> tuple[Prompt, LoadedState]:
         loaded = self.load(prompt.found, prompt.ids, prompt.stem, session, domain)
         if loaded is not None:
-            return replace(prompt, ids=loaded.ids), loaded
+            return prompt.reaching(loaded.ids), loaded
         again = prompt.reread()
         return again, LoadedState(None, None, again.ids)
 

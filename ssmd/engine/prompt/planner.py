@@ -62,6 +62,14 @@ class Prompt:
     heard: Mapping[str, Sequence[Message]]  # by turn id: the client's copy of turns that were found altered
     reread: Callable[[], Prompt]  # builds the prompt from the request's messages alone, if stored data fail
     parts: tuple[int, ...] = ()  # ids of beginnings that other prompts may share: the tools', some system messages'
+    ends: Callable[[Line], tuple[int, tuple[int, ...]]] = lambda ids: (0, ())  # (system, parts) of a prompt's ids
+
+    def reaching(self, ids: Line) -> Prompt:
+        """Return the same prompt with more of its ids at hand. Where prefill stops follows from those at hand."""
+        if ids.start or not self.ids.start:
+            return replace(self, ids=ids)
+        system, parts = self.ends(ids)
+        return replace(self, ids=ids, system=system, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -173,12 +181,17 @@ class Planner:
             return self._prompt(request, place, cut, self._reread(request, place, cut), None)
 
         now = self._now(place)
+
+        def ends(ids: Line) -> tuple[int, tuple[int, ...]]:
+            return self._system(request, ids, now), self._parts(request, ids, now)
+
+        system, parts = ends(shown.ids)
         return Prompt(
             text=shown.text,
             ids=shown.ids,
             stem=shown.stem,
             settled=shown.settled,
-            system=self._system(request, shown, now),
+            system=system,
             info=place.info if request.store else None,
             parent=None if place.turn is None else place.turn.id,
             new=new[:-1] if continued else new,
@@ -187,7 +200,8 @@ class Planner:
             cut=cut,
             heard=place.heard,
             reread=reread,
-            parts=self._parts(request, shown, now),
+            parts=parts,
+            ends=ends,
         )
 
     def warm_up(self) -> None:
@@ -278,49 +292,49 @@ class Planner:
             owner=owner,
         )
 
-    def _system(self, request: Request, shown: RenderedPrompt, now: datetime) -> int:
+    def _system(self, request: Request, ids: Line, now: datetime) -> int:
         """Count the ids of a prompt's system prompt; 0 if they are few, or not ids of their own.
 
-        Also 0 for a prompt that goes on from a turn: it makes no state of its system prompt.
+        Also 0 if they are not at hand: then the prompt starts from a state after them.
         """
-        if shown.ids.start or shown.text.start:
+        if ids.start:
             return 0
-        beginning, tokens = self._begin(request, system_prompt(request.messages), now)
-        fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(shown.ids) - 1 and shown.text.own.startswith(beginning)
-        return len(tokens) if fits and np.array_equal(shown.ids.own[: len(tokens)], tokens.own) else 0
+        tokens = self._begin(request, system_prompt(request.messages), now)
+        fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(ids) - 1
+        return len(tokens) if fits and np.array_equal(ids.own[: len(tokens)], tokens.own) else 0
 
-    def _parts(self, request: Request, shown: RenderedPrompt, now: datetime) -> tuple[int, ...]:
+    def _parts(self, request: Request, ids: Line, now: datetime) -> tuple[int, ...]:
         """Count the ids up to the end of the tools, and of each system message but the last, if the prompt has them."""
         system = system_prompt(request.messages)
-        if shown.ids.start or shown.text.start or not system:
+        if ids.start or not system:
             return ()
         found = []
         for messages in range(0 if request.given.tools else 1, system):
-            _, tokens = self._begin(request, messages, now)
-            least = min(len(tokens), len(shown.ids))
-            same = tokens.own[:least] == shown.ids.own[:least]
+            tokens = self._begin(request, messages, now)
+            least = min(len(tokens), len(ids))
+            same = tokens.own[:least] == ids.own[:least]
             found.append(least if same.all() else int(same.argmin()))
         return tuple(found)
 
-    def _begin(self, request: Request, messages: int, now: datetime) -> tuple[str, Line]:
-        """Render the beginning that all conversations with the first so many messages of a request share."""
+    def _begin(self, request: Request, messages: int, now: datetime) -> Line:
+        """Return the ids with which all conversations begin that share so many first messages with a request."""
         clock = now if self._renderer.tells_time else None
         render = self._beginning if len(request.given.text) <= MAX_KEPT_CHARS else self._render_beginning
         return render(request.messages[:messages], request.given, clock, request.domain.owner)
 
     def _render_beginning(
         self, head: tuple[Message, ...], given: TemplateInput, now: datetime | None, owner: str
-    ) -> tuple[str, Line]:
-        """Render the beginning that all conversations with this system prompt, these tools and variables share.
+    ) -> Line:
+        """Return the ids with which all conversations begin that share this system prompt, these tools and variables.
 
-        Returns its text and ids, up to the last control token.
+        They end at the last control token.
         owner: part of the cache key, so that response time reveals nothing about other owners.
         """
         try:
             text = self._renderer.beginning(head, now or _local_now(), given)
         except Rejection:
-            return "", NOTHING
-        return text, self._renderer.encode(text)
+            return NOTHING
+        return self._renderer.encode(text)
 
     def settled(
         self, stored: Snapshot, turn: Turn, info: SessionInfo, given: TemplateInput
