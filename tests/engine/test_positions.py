@@ -22,7 +22,7 @@ from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, anchor
-from ssmd.sessions.rows.checkpoints import SHARE
+from ssmd.sessions.rows.loose import SHARE
 from ssmd.sessions.rows.schema import checkpoint
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message

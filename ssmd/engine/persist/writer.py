@@ -412,13 +412,15 @@ class Writer:
         def work() -> None:
             self._forget(checkpoints)
             self._unsettled = True
+            now = [] if used is None else [used]
             try:
                 for pending in checkpoints:
                     if pending.encoded is not None:
                         placed = self.store.keep(pending.encoded)
+                        now += [] if placed.id is None else [placed.id]
                         if placed.nbytes:
                             self._metrics.checkpoint(placed.nbytes, pending.ms)
-                self.store.bound_loose(used, keep=self._ahead, sealed=sealed)
+                self.store.bound_loose(now, keep=self._ahead, sealed=sealed)
             except StoreError as err:
                 log.warning("the state of a prompt is not kept: %s", err)
             finally:
