@@ -242,8 +242,8 @@ class Store:
     def bound_loose(self, used: Collection[int] = (), *, keep: Collection[int] = (), sealed: bool = False) -> int:
         """Remove the least recently used unlinked checkpoints while they exceed their share of the quota.
 
-        Returns how many. used: ids of those that a request just went on from or made. keep: as for `sweep`. sealed: of the sealed
-        ones.
+        Returns how many. used: ids of those that a request just went on from or made. keep: as for `sweep`. sealed: of
+        the sealed ones.
         """
         with database.writing(self._engine, self.file) as connection:
             gone = loose.bound(connection, self.quota, used, keep, sealed=sealed)

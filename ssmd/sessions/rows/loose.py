@@ -37,8 +37,8 @@ def bound(
     """Delete the least recently used unlinked checkpoints while they exceed their share. Return how many.
 
     The owner that has most of them gives up first, so that one client cannot push out what another one left.
-    used: ids of the checkpoints that were just used or made, by one request. keep: ids of those whose turn may still come. sealed: of the sealed
-    ones, which have a share of their own.
+    used: ids of the checkpoints that were just used or made, by one request. keep: ids of those whose turn may still
+    come. sealed: of the sealed ones, which have a share of their own.
     """
     use(connection, used)
     most = _UNBOUNDED if quota is None else quota // SHARE
@@ -112,10 +112,9 @@ def in_order(connection: Connection, *, sealed: bool) -> list[LooseCheckpoint]:
         return end - (0 if parent is None else rows[parent].position)
 
     for row in sorted(rows.values(), key=lambda row: (used[row.id], row.position, row.id)):
-        heirs = below[row.id]
-        if row.recurrent_nbytes and heirs:
-            if gap(row.id, min(rows[heir].position for heir in heirs)) * THIN <= row.position:
-                give(row.id)
+        nearest = min((rows[heir].position for heir in below[row.id]), default=None)
+        if row.recurrent_nbytes and nearest is not None and gap(row.id, nearest) * THIN <= row.position:
+            give(row.id)
 
     def turn_of(number: int) -> tuple[int, bool, float, int]:
         row = rows[number]
