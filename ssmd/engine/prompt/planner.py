@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 SYSTEM_CHECKPOINT_TOKENS = 64  # least length of a beginning with a state of its own: a shorter one costs no bucket
 
 TRUNCATED = 0.6  # share of the context that a prompt may take after its oldest messages were left out
+MOST_PARTS = 4  # ends of tools and system messages at which states are kept: each is rendered apart
 LEAST_ROOM = 0.05  # share of the context to leave for an answer, if it may take that much
 
 
@@ -158,7 +159,9 @@ class Planner:
 
     def _reread(self, request: Request, place: _Place, cut: int) -> RenderedPrompt:
         """Render the prompt from the request's messages alone."""
-        return self._renderer.whole(without(request.messages, cut), self._now(place), request.given)
+        now = self._now(place)
+        begun = self._begin(request, system_prompt(request.messages), now)
+        return self._renderer.whole(without(request.messages, cut), now, request.given, begun=begun)
 
     def _prompt(
         self, request: Request, place: _Place, cut: int, shown: RenderedPrompt, found: StoredCheckpoint | None
@@ -299,42 +302,47 @@ class Planner:
         """
         if ids.start:
             return 0
-        tokens = self._begin(request, system_prompt(request.messages), now)
+        _, tokens = self._begin(request, system_prompt(request.messages), now)
         fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(ids) - 1
         return len(tokens) if fits and np.array_equal(ids.own[: len(tokens)], tokens.own) else 0
 
     def _parts(self, request: Request, ids: Line, now: datetime) -> tuple[int, ...]:
-        """Count the ids up to the end of the tools, and of each system message but the last, if the prompt has them."""
+        """Count the ids up to the end of the tools, and of the first system messages but the last one of all."""
         system = system_prompt(request.messages)
         if ids.start or not system:
             return ()
         found = []
-        for messages in range(0 if request.given.tools else 1, system):
-            tokens = self._begin(request, messages, now)
+        for messages in range(0 if request.given.tools else 1, system)[:MOST_PARTS]:
+            _, tokens = self._begin(request, messages, now)
             least = min(len(tokens), len(ids))
             same = tokens.own[:least] == ids.own[:least]
             found.append(least if same.all() else int(same.argmin()))
         return tuple(found)
 
-    def _begin(self, request: Request, messages: int, now: datetime) -> Line:
-        """Return the ids with which all conversations begin that share so many first messages with a request."""
-        clock = now if self._renderer.tells_time else None
-        render = self._beginning if len(request.given.text) <= MAX_KEPT_CHARS else self._render_beginning
-        return render(request.messages[:messages], request.given, clock, request.domain.owner)
+    def _begin(self, request: Request, messages: int, now: datetime) -> tuple[str, Line]:
+        """Render the beginning that all conversations with the first so many messages of a request share."""
+        return self._begun(request.messages[:messages], request.given, now, request.domain.owner)
+
+    def _begun(self, head: tuple[Message, ...], given: TemplateInput, now: datetime, owner: str) -> tuple[str, Line]:
+        render = self._beginning if len(given.text) <= MAX_KEPT_CHARS else self._render_beginning
+        return render(head, given, now if self._renderer.tells_time else None, owner)
 
     def _render_beginning(
         self, head: tuple[Message, ...], given: TemplateInput, now: datetime | None, owner: str
-    ) -> Line:
-        """Return the ids with which all conversations begin that share this system prompt, these tools and variables.
+    ) -> tuple[str, Line]:
+        """Render the beginning that all conversations with this system prompt, these tools and variables share.
 
-        They end at the last control token.
+        Returns its text and ids, up to the last control token.
         owner: part of the cache key, so that response time reveals nothing about other owners.
         """
+        clock = now or _local_now()
         try:
-            text = self._renderer.beginning(head, now or _local_now(), given)
+            text = self._renderer.beginning(head, clock, given)
         except Rejection:
-            return NOTHING
-        return self._renderer.encode(text)
+            return "", NOTHING
+        # A client's system prompt changes more often than its tools.
+        kept = bool(head and given.tools) and len(given.text) <= MAX_KEPT_CHARS
+        return text, self._renderer.encode(text, self._begun((), given, clock, owner) if kept else None)
 
     def settled(
         self, stored: Snapshot, turn: Turn, info: SessionInfo, given: TemplateInput
