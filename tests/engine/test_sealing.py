@@ -232,6 +232,28 @@ def rows_only(engine: OwnEngine) -> bool:
     return not any(t.recurrent for t in engine.program.spec.tensors)
 
 
+def test_a_state_above_its_share_is_not_written(
+    engine: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(engine, SYSTEM, user("Who is there?"), max_tokens=1, **KEPT)
+    assert engine.writer is not None
+    engine.writer.flush()
+    if rows_only(engine):
+        pytest.skip("each of its states adds few rows")
+    monkeypatch.setattr(store, "quota", 2 * store.bytes_stored())
+    assert store.sweep() == 3
+
+    def made() -> int:
+        with store.reading() as connection:
+            (count,) = connection.exec_driver_sql("SELECT seq FROM sqlite_sequence WHERE name = 'checkpoint'").one()
+            return int(count)
+
+    before = made()
+    assert ask(engine, SYSTEM, user("Who is there?"), max_tokens=1, **KEPT).text
+    engine.writer.flush()
+    assert made() == before
+
+
 @pytest.mark.parametrize("column", ["position", "parent", "rows_nbytes"])
 def test_an_altered_number_stops_no_other_turn(
     column: str, engine: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from ssmd.sessions.sealing import FIRST_NAME, IN_MEMORY, SEALS
 
 SHARE = 8  # unlinked checkpoints may take 1/SHARE of the quota
 THIN = 8  # of a conversation, states that are 1/THIN of their position or less from the next ones go first
+_AHEAD = 16  # 1/_AHEAD of the share is freed beyond the need: to put many states in order takes time
 _UNBOUNDED = 1 << 30  # bytes that they may take without a quota
 SEALED = tuple(seal.kind for seal in SEALS)
 
@@ -50,7 +51,7 @@ def bound(
         held[one.owner] += one.nbytes
         loose.setdefault(one.owner, deque()).append(one)
     nbytes, gone = held.total(), list[int]()
-    while nbytes > most and loose:
+    while nbytes > most - most // _AHEAD and loose:
         owner = max(loose, key=lambda one: held[one])
         one = loose[owner].popleft()
         if not loose[owner]:

@@ -223,7 +223,8 @@ def place_ahead(connection: Connection, new: EncodedCheckpoint, quota: int | Non
     if quota is not None:
         over = stored_bytes(connection) + _incoming(connection, [new]) - quota
         keep = {new.parent} if isinstance(new.parent, int) else ()
-        if new.nbytes > quota or (over > 0 and not _try_to_make_room(connection, over, keep, ahead=_ahead(quota))):
+        most = quota // loose.SHARE if new.kind in loose.SEALED else quota
+        if new.nbytes > most or (over > 0 and not _try_to_make_room(connection, over, keep, ahead=_ahead(quota))):
             return CheckpointResult(None, why_not=f"the quota of {quota} bytes has no room for it yet")
     return checkpoint_rows.insert_checkpoints(connection, [new], [])[0]
 
