@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,16 @@ def test_a_long_talk_keeps_its_end_and_its_beginning(
 def rows_only(engine: OwnEngine) -> bool:
     """Return True if a state is only rows of caches: then the share bounds how much of a conversation can stay."""
     return not any(t.recurrent for t in engine.program.spec.tensors)
+
+
+def test_a_clock_set_back_keeps_no_state_of_a_process(engine: OwnEngine, store: Store) -> None:
+    ask(engine, SYSTEM, user("Who is there?"), max_tokens=1, store=False, retention="in_memory")
+    assert engine.writer is not None
+    engine.writer.flush()
+    with store.writing() as connection:
+        connection.exec_driver_sql("UPDATE checkpoint SET created_at = created_at + 3600000000")
+    store.drop_unopenable(time.time_ns() // 1000)
+    assert store.bytes_stored() == 0
 
 
 def test_a_state_above_its_share_is_not_written(

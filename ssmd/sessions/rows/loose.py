@@ -145,8 +145,12 @@ def unlinked(connection: Connection, unused_s: float = 0.0, sealed_s: float = 0.
 
 
 def of_other_processes(connection: Connection, before: int) -> list[int]:
-    """List the checkpoints that were sealed for one process's memory before a time, microseconds since 1970."""
-    return list(connection.scalars(select(_c.id).where(*_IS_SEALED, _c.kind == IN_MEMORY.kind, _c.created_at < before)))
+    """List the checkpoints that were sealed for the memory of a process before a time, microseconds since 1970.
+
+    Also those of a time that is still to come: the clock was set back since.
+    """
+    own = _c.created_at.between(before, time.time_ns() // 1000)
+    return list(connection.scalars(select(_c.id).where(*_IS_SEALED, _c.kind == IN_MEMORY.kind, ~own)))
 
 
 def sealed_of_others(connection: Connection, owners: Collection[str]) -> list[int]:
