@@ -19,7 +19,7 @@ from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import commits, database, disk_space, erasure, holding, opening, retention, tree
+from ssmd.sessions.rows import commits, database, disk_space, erasure, holding, loose, opening, retention, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
@@ -212,26 +212,26 @@ class Store:
         keep: ids of those whose turn may still come.
         """
         with self.reading() as connection:
-            if not set(checkpoint_rows.unlinked(connection, unused_s, sealed_s)) - set(keep):
+            if not set(loose.unlinked(connection, unused_s, sealed_s)) - set(keep):
                 return 0
         with database.writing(self._engine, self.file) as connection:
-            loose = set(checkpoint_rows.unlinked(connection, unused_s, sealed_s)) - set(keep)
-            checkpoint_rows.sweep(connection, loose)
-            if loose:  # states reveal the text
+            gone = set(loose.unlinked(connection, unused_s, sealed_s)) - set(keep)
+            checkpoint_rows.sweep(connection, gone)
+            if gone:  # states reveal the text
                 erasure.owe(connection)
-        return len(loose)
+        return len(gone)
 
     def drop_unopenable(self, before: int) -> None:
         """Remove the states that were sealed for the memory of another process. before: microseconds since 1970."""
         with self.reading() as connection:
-            numbers = checkpoint_rows.of_other_processes(connection, before)
+            numbers = loose.of_other_processes(connection, before)
         if numbers:
             self.drop_loose(numbers)
 
     def drop_sealed_of_others(self, owners: Collection[str]) -> None:
         """Remove the sealed checkpoints of all owners but these."""
         with self.reading() as connection:
-            numbers = checkpoint_rows.sealed_of_others(connection, owners)
+            numbers = loose.sealed_of_others(connection, owners)
         if numbers:
             self.drop_loose(numbers)
 
@@ -243,14 +243,14 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             checkpoint_rows.sweep(connection, checkpoints)
 
-    def bound_loose(self, used: int | None = None, *, keep: Collection[int] = (), sealed: bool = False) -> int:
+    def bound_loose(self, used: Collection[int] = (), *, keep: Collection[int] = (), sealed: bool = False) -> int:
         """Remove the least recently used unlinked checkpoints while they exceed their share of the quota.
 
-        Returns how many. used: id of one that a request just went on from. keep: as for `sweep`. sealed: of the sealed
-        ones.
+        Returns how many. used: ids of those that a request just went on from or made. keep: as for `sweep`. sealed: of
+        the sealed ones.
         """
         with database.writing(self._engine, self.file) as connection:
-            gone = checkpoint_rows.bound(connection, self.quota, used, keep, sealed=sealed)
+            gone = loose.bound(connection, self.quota, used, keep, sealed=sealed)
             if gone and not sealed:
                 erasure.owe(connection)
         return gone

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-from engine.test_engine import Answer, Asked, ask, user
+from engine.test_engine import SAMPLING, Answer, Asked, ask, user
 from engines import OwnEngine
 from sqlalchemy import select, update
 
@@ -21,11 +22,12 @@ from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, anchor
-from ssmd.sessions.rows.checkpoints import SHARE
+from ssmd.sessions.rows.loose import SHARE
 from ssmd.sessions.rows.schema import checkpoint, segment
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 from ssmd.text.template import TemplateInput
+from ssmd.text.tokenizer import Tokenizer
 
 CELL = 64
 
@@ -218,6 +220,32 @@ def test_any_edit_of_any_prompt_gives_the_same_bits(engine: OwnEngine, control: 
         assert answer.usage.cached_tokens % CELL == 0 or answer.usage.resume == "exact"
         saved += answer.usage.cached_tokens
     assert saved > 0
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "unstored"])
+@pytest.mark.parametrize("loss", ["collected", "damaged"])
+def test_a_lost_conversation_is_read_as_any_prompt(
+    loss: str, stored: bool, engine: OwnEngine, control: OwnEngine, store: Store, loaded: tuple[Artifact, Program]
+) -> None:
+    """Prefill stops at the end of the system prompt, also if the conversation's turns give the prompt's ids."""
+    (letter,) = Tokenizer.open(loaded[0].file("tokenizer.json")).ids("e")
+    one = {"max_tokens": 1, "sampling": replace(SAMPLING, temperature=0.0, logit_bias={int(letter): 100.0})}
+    talk = [with_clock(0)]
+    for n in range(3):
+        answer = ask(engine, *talk, user(f"Number {n}?"), **one)
+        talk += [user(f"Number {n}?"), Message("assistant", answer.text)]
+    assert engine.writer is not None
+    engine.writer.flush()
+    if loss == "collected":
+        store.collect(0)
+    else:
+        with store.writing() as connection:
+            for table in ("piece", "segment"):
+                connection.exec_driver_sql(f"UPDATE {table} SET data = zeroblob(length(data))")
+    found = ask(engine, *talk, user("And now?"), store=stored, **one)
+    expected = ask(control, *talk, user("And now?"), **one)
+    assert (found.usage.prompt_tokens, found.usage.cached_tokens) == (expected.usage.prompt_tokens, 0)
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize("kept_inside", [True, False])

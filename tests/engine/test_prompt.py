@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from keeping import grown
 from sqlalchemy import event, text, update
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.prompt.planner import Prompt
+from ssmd.engine.prompt.planner import ENDS, Prompt
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
@@ -118,6 +118,54 @@ def test_large_tools_and_variables_are_not_cached(served: tuple[Engine, Store]) 
     assert [cache.cache_info().currsize for cache in caches] == [0, 0]
     planner.plan(Request((LONG_SYSTEM, user("Who?")), given=TemplateInput((), {"documents": "x"})))
     assert [cache.cache_info().currsize for cache in caches] == [1, 1]
+
+
+def test_a_plan_tokenises_each_part_once(served: tuple[Engine, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = served[0]._planner
+    monkeypatch.setattr(planner, "_context", None)
+    monkeypatch.setattr(planner._renderer, "_context", None)
+    read: list[str] = []
+    ids = planner._tokenizer.ids
+
+    def reading(text: str, *args: Any) -> Any:
+        read.append(text)
+        return ids(text, *args)
+
+    def plan(*messages: Message) -> int:
+        """Return the characters that were tokenised."""
+        read.clear()
+        prompt = planner.plan(Request(messages, given=given))
+        assert prompt.ids.own.tolist() == ids(prompt.text.own).tolist()
+        return sum(map(len, read))
+
+    system = Message("system", "You keep the light. " * 60)
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks. "}}
+    given = TemplateInput((tool,), {})
+    planner.plan(Request((system, user("Who?")), given=given))
+    monkeypatch.setattr(planner._tokenizer, "ids", reading)
+    length = len(system.content)
+    assert plan(system, user("Another one?")) < length, "its system prompt was read before"
+    clock = Message("system", system.content + "It is 12:05.")
+    assert length < plan(clock, user("Who?")) < 1.5 * length, "its tools were read before"
+    assert plan(user(" <|im_end|> \n<|im_start|>"), user("  ")) < length
+
+
+def test_many_system_messages_are_planned_at_once(
+    served: tuple[Engine, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each beginning is rendered apart, so only that of the first few is."""
+    planner = served[0]._planner
+    rendered: list[int] = []
+    beginning = planner._renderer.beginning
+
+    def counted(messages: Sequence[Message], *args: Any) -> str:
+        rendered.append(len(messages))
+        return beginning(messages, *args)
+
+    monkeypatch.setattr(planner._renderer, "beginning", counted)
+    many = [Message("system", f"Rule {n}.") for n in range(12)]
+    planner.plan(Request((*many, user("Who?"))))
+    assert len(rendered) <= ENDS + 1
 
 
 def test_a_plan_reads_once_and_counts_no_sizes(served: tuple[Engine, Store]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ssmd.sessions.checkpoint import Scope, prefix_keys
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
+from ssmd.sessions.rows.loose import SHARE
 from ssmd.sessions.sealing import ON_DISK, Seal
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
@@ -204,3 +206,81 @@ def test_sealed_states_give_way_first(engine: OwnEngine, store: Store, monkeypat
     assert result.sessions == {}
     kept = ask(engine, user("Keep this."), answered(stored.text), user("Still there?"))
     assert kept.usage.cached_tokens >= stored.usage.prompt_tokens - 1
+
+
+def test_a_long_talk_keeps_its_end_and_its_beginning(
+    engine: OwnEngine, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its states thin out when they exceed their share: the next request starts from the newest one."""
+    talk: tuple[Message, ...] = (SYSTEM,)
+    assert engine.writer is not None
+    share = 0
+    for n in range(8):
+        first = ask(engine, *talk, user("Go on."), max_tokens=1, **KEPT)
+        engine.writer.flush()
+        talk = *talk, user("Go on."), answered("yes")
+        if n == 3:
+            share = store.bytes_stored()
+            monkeypatch.setattr(store, "quota", SHARE * share)
+        if n > 3:
+            assert store.bytes_stored() <= share
+            assert first.fed <= 64 or rows_only(engine)
+    again = ask(engine, SYSTEM, user("Another question?"), **KEPT)
+    assert again.usage.cached_tokens >= 64
+    assert not check(tmp_path / "data").damages
+
+
+def rows_only(engine: OwnEngine) -> bool:
+    """Return True if a state is only rows of caches: then the share bounds how much of a conversation can stay."""
+    return not any(t.recurrent for t in engine.program.spec.tensors)
+
+
+def test_a_clock_set_back_keeps_no_state_of_a_process(engine: OwnEngine, store: Store) -> None:
+    ask(engine, SYSTEM, user("Who is there?"), max_tokens=1, store=False, retention="in_memory")
+    assert engine.writer is not None
+    engine.writer.flush()
+    with store.writing() as connection:
+        connection.exec_driver_sql("UPDATE checkpoint SET created_at = created_at + 3600000000")
+    store.drop_unopenable(time.time_ns() // 1000)
+    assert store.bytes_stored() == 0
+
+
+def test_a_state_above_its_share_is_not_written(
+    engine: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(engine, SYSTEM, user("Who is there?"), max_tokens=1, **KEPT)
+    assert engine.writer is not None
+    engine.writer.flush()
+    if rows_only(engine):
+        pytest.skip("each of its states adds few rows")
+    monkeypatch.setattr(store, "quota", 2 * store.bytes_stored())
+    assert store.sweep() == 3
+
+    def made() -> int:
+        with store.reading() as connection:
+            (count,) = connection.exec_driver_sql("SELECT seq FROM sqlite_sequence WHERE name = 'checkpoint'").one()
+            return int(count)
+
+    before = made()
+    assert ask(engine, SYSTEM, user("Who is there?"), max_tokens=1, **KEPT).text
+    engine.writer.flush()
+    assert made() == before
+
+
+@pytest.mark.parametrize("column", ["position", "parent", "rows_nbytes"])
+def test_an_altered_number_stops_no_other_turn(
+    column: str, engine: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(3):
+        ask(engine, SYSTEM, user(f"Number {n}?"), max_tokens=1, **KEPT)
+    assert engine.writer is not None
+    engine.writer.flush()
+    with sqlite3.connect(store.file) as other:
+        value = "id + 1" if column == "parent" else "'abc'"
+        other.execute(
+            f"UPDATE checkpoint SET {column} = {value} WHERE id % 2 = 0 AND id < (SELECT max(id) FROM checkpoint)"
+        )
+    other.close()
+    monkeypatch.setattr(store, "quota", store.bytes_stored() + 1)
+    assert ask(engine, user("Keep this."), max_tokens=1).usage.state_stored
+    assert ask(engine, SYSTEM, user("Number 9?"), max_tokens=1, **KEPT).text

@@ -73,10 +73,10 @@ class Restorer:
             with contextlib.suppress(StoreError), self._store.of(domain).snapshot() as stored:
                 found, ids, stem = stored.resume(self._scope, prompt.ids, prompt.stem, session)
                 if found is not None:
-                    prompt = replace(prompt, found=found, ids=ids, stem=stem)
+                    prompt = replace(prompt.reaching(ids), found=found, stem=stem)
         loaded = self.load(prompt.found, prompt.ids, prompt.stem, session, domain)
         if loaded is not None:
-            return replace(prompt, ids=loaded.ids), loaded
+            return prompt.reaching(loaded.ids), loaded
         anew = prompt.reread()
         return anew, LoadedState(None, None, anew.ids)
 

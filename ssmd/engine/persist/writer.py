@@ -424,17 +424,18 @@ class Writer:
         def work() -> None:
             self._forget(checkpoints)
             self._unsettled = True
-            written = False
+            now, written = [] if used is None else [used], False
             try:
-                ids = list[int | None]()
+                kept = 0
                 for pending in checkpoints:
                     if pending.encoded is not None:
                         placed = self.store.keep(pending.encoded)
-                        ids.append(placed.id)
+                        now += [] if placed.id is None else [placed.id]
+                        kept += placed.id is not None
                         if placed.nbytes:
                             self._metrics.checkpoint(placed.nbytes, pending.ms)
-                self.store.bound_loose(used, keep=self._ahead, sealed=sealed)
-                written = len(ids) == len(checkpoints) and None not in ids
+                self.store.bound_loose(now, keep=self._ahead, sealed=sealed)
+                written = kept == len(checkpoints)
             except StoreError as err:
                 log.warning("the state of a prompt is not kept: %s", err)
             finally:

@@ -69,6 +69,14 @@ class Prompt:
     reread: Callable[[], Prompt]  # builds the prompt from the request's messages alone, if stored data fail
     # Ids of beginnings that other prompts may share: up to the ends of tools, of system blocks, and of marked blocks.
     parts: tuple[int, ...] = ()
+    ends: Callable[[Line], tuple[int, tuple[int, ...]]] = lambda ids: (0, ())  # (system, parts) of a prompt's ids
+
+    def reaching(self, ids: Line) -> Prompt:
+        """Return the same prompt with more of its ids at hand. Where prefill stops follows from those at hand."""
+        if ids.start or not self.ids.start:
+            return replace(self, ids=ids)
+        system, parts = self.ends(ids)
+        return replace(self, ids=ids, system=system, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,9 @@ class Planner:
 
     def _reread(self, request: Request, place: _Place, cut: int) -> RenderedPrompt:
         """Render the prompt from the request's messages alone."""
-        return self._renderer.whole(without(request.messages, cut), self._now(place), request.given)
+        now = self._now(place)
+        begun = self._begin(request, request.messages[: system_prompt(request.messages)], now)
+        return self._renderer.whole(without(request.messages, cut), now, request.given, begun=begun)
 
     def _prompt(
         self, request: Request, place: _Place, cut: int, shown: RenderedPrompt, found: StoredCheckpoint | None
@@ -182,12 +192,19 @@ class Planner:
             return self._prompt(request, place, cut, self._reread(request, place, cut), None)
 
         now = self._now(place)
+
+        marks = self._marks(request, shown, now, cut)
+
+        def ends(ids: Line) -> tuple[int, tuple[int, ...]]:
+            return self._system(request, ids, now), (*self._parts(request, ids, now), *marks)
+
+        system, parts = ends(shown.ids)
         return Prompt(
             text=shown.text,
             ids=shown.ids,
             stem=shown.stem,
             settled=shown.settled,
-            system=self._system(request, shown, now),
+            system=system,
             info=place.info if request.store else None,
             parent=None if place.turn is None else place.turn.id,
             new=new[:-1] if continued else new,
@@ -196,7 +213,8 @@ class Planner:
             cut=cut,
             heard=place.heard,
             reread=reread,
-            parts=(*self._parts(request, shown, now), *self._marks(request, shown, now, cut)),
+            parts=parts,
+            ends=ends,
         )
 
     def _plan_warm(self, request: Request, warm: Beginning) -> Prompt:
@@ -254,7 +272,7 @@ class Planner:
             said = "there is no system message and no tool at the beginning, so there is nothing to keep warm"
             raise Rejection(said, param="messages")
         text, ids = self._begin(request, len(head), now)
-        return head, text, ids, self._parts(request, RenderedPrompt(Passage(text), ids, None), now)
+        return head, text, ids, self._parts(request, ids, now)
 
     def _stored_head(self, store: Store, session: str) -> tuple[str, tuple[Message, ...], str, Line]:
         """Return owner, system messages, text and ids of a stored conversation's beginning. Raises StoreError."""
@@ -374,25 +392,25 @@ class Planner:
             owner=owner,
         )
 
-    def _system(self, request: Request, shown: RenderedPrompt, now: datetime) -> int:
+    def _system(self, request: Request, ids: Line, now: datetime) -> int:
         """Count the ids of a prompt's system prompt; 0 if they are few, or not ids of their own.
 
-        Also 0 for a prompt that goes on from a turn: it makes no state of its system prompt.
+        Also 0 if they are not at hand: then the prompt starts from a state after them.
         """
-        if shown.ids.start or shown.text.start:
+        if ids.start:
             return 0
-        beginning, tokens = self._begin(request, request.messages[: system_prompt(request.messages)], now)
-        fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(shown.ids) - 1 and shown.text.own.startswith(beginning)
-        return len(tokens) if fits and np.array_equal(shown.ids.own[: len(tokens)], tokens.own) else 0
+        _, tokens = self._begin(request, request.messages[: system_prompt(request.messages)], now)
+        fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(ids) - 1
+        return len(tokens) if fits and np.array_equal(ids.own[: len(tokens)], tokens.own) else 0
 
-    def _parts(self, request: Request, shown: RenderedPrompt, now: datetime) -> tuple[int, ...]:
+    def _parts(self, request: Request, ids: Line, now: datetime) -> tuple[int, ...]:
         """Count the ids up to the end of the tools, and of the blocks and messages of the system prompt but the last.
 
         The prompt is compared with the rendering of these alone. Of blocks and messages the last ENDS count, and any of
         the last MARKS that are marked.
         """
         system, tools = system_prompt(request.messages), request.given.tools
-        if shown.ids.start or shown.text.start or not (system or request.marked_tools):
+        if ids.start or not (system or request.marked_tools):
             return ()
         last = BlockEnd(system - 1, None, marked=True)  # the end of the whole system prompt
         blocks = [b for b in request.blocks if b.message < system and b != last]
@@ -407,7 +425,7 @@ class Planner:
             found.append(self._begin(request, (), now)[1])
         for end in {*ends[-ENDS:], *(b for b in marked if b in blocks)}:
             found.append(self._begin(request, _up_to(request.messages, end), now)[1])
-        return tuple(alike(beginning.own, shown.ids.own) for beginning in found)
+        return tuple(alike(beginning.own, ids.own) for beginning in found)
 
     def _marks(self, request: Request, shown: RenderedPrompt, now: datetime, cut: int) -> tuple[int, ...]:
         """Count the ids up to the ends of the marked blocks behind the system prompt, of the last MARKS.
@@ -422,9 +440,11 @@ class Planner:
 
     def _begin(self, request: Request, head: Sequence[Message], now: datetime) -> tuple[str, Line]:
         """Render the beginning that all conversations with these first messages share. request: its other facts."""
-        clock = now if self._renderer.tells_time else None
-        render = self._beginning if len(request.given.text) <= MAX_KEPT_CHARS else self._render_beginning
-        return render(tuple(head), request.given, clock, request.domain.owner)
+        return self._begun(tuple(head), request.given, now, request.domain.owner)
+
+    def _begun(self, head: tuple[Message, ...], given: TemplateInput, now: datetime, owner: str) -> tuple[str, Line]:
+        render = self._beginning if len(given.text) <= MAX_KEPT_CHARS else self._render_beginning
+        return render(head, given, now if self._renderer.tells_time else None, owner)
 
     def _render_beginning(
         self, head: tuple[Message, ...], given: TemplateInput, now: datetime | None, owner: str
@@ -434,11 +454,14 @@ class Planner:
         Returns its text and ids, up to the last control token.
         owner: part of the cache key, so that response time reveals nothing about other owners.
         """
+        clock = now or _local_now()
         try:
-            text = self._renderer.beginning(head, now or _local_now(), given)
+            text = self._renderer.beginning(head, clock, given)
         except Rejection:
             return "", NOTHING
-        return text, self._renderer.encode(text)
+        # A client's system prompt changes more often than its tools.
+        kept = bool(head and given.tools) and len(given.text) <= MAX_KEPT_CHARS
+        return text, self._renderer.encode(text, self._begun((), given, clock, owner) if kept else None)
 
     def settled(
         self, stored: Snapshot, turn: Turn, info: SessionInfo, given: TemplateInput

@@ -106,8 +106,10 @@ class Renderer:
         finally:
             _go_on.reset(before)
 
-    def encode(self, text: str) -> Line:
-        """Return the ids of a whole text. Raises Rejection."""
+    def encode(self, text: str, begun: tuple[str, Line] | None = None) -> Line:
+        """Return the ids of a whole text. begun: a text that it may begin with, and its ids. Raises Rejection."""
+        if begun is not None and text.startswith(begun[0]) and self._tokenizer.ends_at_control(text, len(begun[0])):
+            return begun[1].then(self.ids(text[len(begun[0]) :]))
         return Line(self.ids(text))
 
     def ids(self, text: str) -> Ids:
@@ -128,13 +130,16 @@ class Renderer:
         given: TemplateInput = NOTHING_MORE,
         turn: Turn | None = None,
         above: Above | None = None,
+        *,
+        begun: tuple[str, Line] | None = None,
     ) -> RenderedPrompt:
         """Render a whole conversation, with stored ids for the deepest turn whose text it continues.
 
         Generated text need not tokenize back into the sampled ids, and those are the ids that the state saw.
-        turn: the stored turn that the conversation continues. Raises Rejection.
+        turn: the stored turn that the conversation continues. begun: as of `encode`. Raises Rejection.
         """
-        rendered, shown = self._rendered(messages, given, turn, above, partial(self.render, messages, now, given))
+        render = partial(self.render, messages, now, given)
+        rendered, shown = self._rendered(messages, given, turn, above, render, begun)
         return replace(shown, settled=self._settled(rendered, 0, given))
 
     def _rendered(
@@ -144,6 +149,7 @@ class Renderer:
         turn: Turn | None,
         above: Above | None,
         render: Callable[..., RenderedText],
+        begun: tuple[str, Line] | None = None,
     ) -> tuple[RenderedText, RenderedPrompt]:
         """Render a whole text, with the tools where the text of `turn` has them. Return it, and it with its ids.
 
@@ -156,7 +162,7 @@ class Renderer:
             old = render(tools_last=True)
             if (found := self._grown(old.text, turn, above)) is not None:
                 return old, found
-        return rendered, shown or RenderedPrompt(Passage(rendered.text), self.encode(rendered.text), None)
+        return rendered, shown or RenderedPrompt(Passage(rendered.text), self.encode(rendered.text, begun), None)
 
     def _grown(self, text: str, turn: Turn | None, above: Above | None) -> RenderedPrompt | None:
         """Return a whole text with the ids of the deepest turn that it continues, from `turn` upward; None if none."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, bindparam, delete, false, func, insert, or_, select, update
+from sqlalchemy import Connection, Integer, bindparam, cast, delete, func, insert, or_, select, update
 
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, digest, keys_of, prefix_keys
@@ -20,23 +19,18 @@ from ssmd.sessions.rows.parts import segments_of
 from ssmd.sessions.rows.schema import by, checkpoint, checkpoint_segment, layout, piece, seen, segment, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.turns import as_they_are
-from ssmd.sessions.sealing import FIRST_NAME, IN_MEMORY, SEALS, Seal
+from ssmd.sessions.sealing import SEALS, Seal
 from ssmd.sessions.turn import StoreError
 
 _BATCH = 500  # keys in one statement
 
-SHARE = 8  # unlinked checkpoints may take 1/SHARE of the quota
-_UNBOUNDED = 1 << 30  # bytes that they may take without a quota
-SEALED = tuple(seal.kind for seal in SEALS)
-
-
 # Built once: putting a statement together takes longer than running it.
 _c = checkpoint.c
-_LINKS = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
-_IS_SEALED = (_c.key >= FIRST_NAME, _c.kind.in_(SEALED))  # found by the index of keys
-_FACTS = select(_c.id, _c.owner, _c.kind, _c.parent, _c.position, _c.last_used_at, _c.recurrent_nbytes, _c.rows_nbytes)
-_LOOSE = _FACTS.where(~_LINKS.exists(), _c.kind.not_in(SEALED))
-_SEALED_ONES = _FACTS.where(*_IS_SEALED)
+_HEIRS = select(_c.id, _c.parent).where(_c.parent.in_(bindparam("gone", expanding=True))).order_by(_c.id)
+_GONE = select(_c.id, cast(_c.parent, Integer).label("parent"), cast(_c.rows_nbytes, Integer).label("rows_nbytes"))
+_GONE = _GONE.where(_c.id.in_(bindparam("gone", expanding=True)))
+_INHERIT = update(checkpoint).where(_c.id == bindparam("heir"))
+_INHERIT = _INHERIT.values(parent=bindparam("above"), rows_nbytes=_c.rows_nbytes + bindparam("more"))
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ _LINKED = select(turn_checkpoint.c.turn).where(
     turn_checkpoint.c.checkpoint == bindparam("checkpoint"),
     turn_checkpoint.c.turn.in_(bindparam("turns", expanding=True)),
 )
-_USED = update(checkpoint).where(_c.id == bindparam("number")).values(last_used_at=bindparam("now"))
+_USED = update(checkpoint).where(_c.id.in_(bindparam("some", expanding=True))).values(last_used_at=bindparam("now"))
 _ROWS = segments_of(bindparam("checkpoint"), segment.c.id, segment.c.first, segment.c.last, segment.c.checksum)
 _IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
 _FITTING = (
@@ -314,23 +308,12 @@ def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now:
     missing = [{"turn": turn, "checkpoint": checkpoint_id} for turn in dict.fromkeys(turns) if turn not in there]
     if missing:
         connection.execute(_NEW_LINK, missing)
-    connection.execute(_USED, {"number": checkpoint_id, "now": now})
+    connection.execute(_USED, {"some": [checkpoint_id], "now": now})
 
 
-def unlinked(connection: Connection, unused_s: float = 0.0, sealed_s: float = 0.0) -> list[int]:
-    """List the checkpoints that no turn links to and that were not used in the last `unused_s` seconds.
-
-    sealed_s: the same for sealed ones.
-    """
-    links = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
-    now = time.time_ns() // 1000
-
-    def fresh(seconds: float) -> Any:  # a clock may be set back
-        margin = int(seconds * 1e6)
-        return _c.last_used_at.between(now - margin, now + margin) if margin else false()
-
-    kept = or_(and_(_c.kind.in_(SEALED), fresh(sealed_s)), and_(_c.kind.not_in(SEALED), fresh(unused_s)))
-    return list(connection.scalars(select(_c.id).where(~links.exists(), ~kept)))
+def use(connection: Connection, some: Collection[int]) -> None:
+    """Note that some checkpoints are used now, all at one time."""
+    connection.execute(_USED, {"some": list(some), "now": time.time_ns() // 1000})
 
 
 def linked_to(connection: Connection, turns: Any) -> list[int]:
@@ -374,6 +357,7 @@ def sweep(connection: Connection, candidates: Collection[int]) -> None:
         loose = list(connection.scalars(rows))
         recurrent = select(func.coalesce(func.sum(checkpoint.c.recurrent_nbytes), 0))
         freed = connection.scalars(recurrent.where(checkpoint.c.id.in_(doomed))).one()
+        bequeath(connection, doomed)
         connection.execute(delete(checkpoint).where(checkpoint.c.id.in_(doomed)))
         for start in range(0, len(loose), _BATCH):
             part = loose[start : start + _BATCH]
@@ -384,59 +368,23 @@ def sweep(connection: Connection, candidates: Collection[int]) -> None:
         add_stored_bytes(connection, -freed)
 
 
-def bound(
-    connection: Connection, quota: int | None, used: int | None, keep: Collection[int], *, sealed: bool = False
-) -> int:
-    """Delete the least recently used unlinked checkpoints while they exceed their share. Return how many.
+def bequeath(connection: Connection, gone: Collection[int]) -> None:
+    """Let the checkpoints that grew from those that are removed grow from what is above, and count the rows below.
 
-    The owner that has most of them gives up first, so that one client cannot push out what another one left.
-    used: id of a checkpoint that was just used. keep: ids of those whose turn may still come. sealed: of the sealed
-    ones, which have a share of their own.
+    The rows that stay are counted with the first one.
     """
-    if used is not None:
-        connection.execute(_USED, {"number": used, "now": time.time_ns() // 1000})
-    most = _UNBOUNDED if quota is None else quota // SHARE
-    held, loose = Counter[str](), dict[str, deque[Any]]()
-    for row in unlinked_ones(connection, sealed=sealed):
-        held[row.owner] += row.recurrent_nbytes + row.rows_nbytes
-        loose.setdefault(row.owner, deque()).append(row)
-    nbytes, gone = held.total(), list[int]()
-    while nbytes > most and loose:
-        owner = max(loose, key=lambda one: held[one])
-        row = loose[owner].popleft()
-        if not loose[owner]:
-            del loose[owner]
-        held[owner] -= row.recurrent_nbytes + row.rows_nbytes
-        if row.id not in keep:
-            nbytes -= row.recurrent_nbytes + row.rows_nbytes
-            gone.append(row.id)
-    sweep(connection, gone)
-    return len(gone)
-
-
-def unlinked_ones(connection: Connection, *, sealed: bool) -> list[Any]:
-    """Return the rows of the sealed checkpoints, or of all others that no turn links to, the least recently used first.
-
-    One that others grew from was used when they were, and comes after them: its rows are theirs too.
-    """
-    rows = {row.id: row for row in connection.execute(_SEALED_ONES if sealed else _LOOSE).all()}
-    used = {number: row.last_used_at for number, row in rows.items()}
-    for number in sorted(rows, reverse=True):  # children before their parents
-        parent = rows[number].parent
-        if parent in used:
-            used[parent] = max(used[parent], used[number])
-    return sorted(rows.values(), key=lambda row: (used[row.id], -row.position, row.id))
-
-
-def of_other_processes(connection: Connection, before: int) -> list[int]:
-    """List the checkpoints that were sealed for one process's memory before a time, microseconds since 1970."""
-    return list(connection.scalars(select(_c.id).where(*_IS_SEALED, _c.kind == IN_MEMORY.kind, _c.created_at < before)))
-
-
-def sealed_of_others(connection: Connection, owners: Collection[str]) -> list[int]:
-    """List the sealed checkpoints of all owners but these."""
-    rows = connection.execute(select(_c.id, _c.owner).where(*_IS_SEALED)).all()
-    return [row.id for row in rows if row.owner not in owners]
+    rows = {row.id: row for row in connection.execute(_GONE, {"gone": list(gone)})}
+    heirs = [row for row in connection.execute(_HEIRS, {"gone": list(gone)}) if row.id not in rows]
+    changes, taken = [], set[int]()
+    for heir in heirs:
+        parent, more, last = heir.parent, 0, heir.id
+        while parent in rows and parent < last:  # a parent was written before
+            more += 0 if parent in taken else rows[parent].rows_nbytes
+            taken.add(parent)
+            parent, last = rows[parent].parent, parent
+        changes.append({"heir": heir.id, "above": parent, "more": more})
+    if changes:
+        connection.execute(_INHERIT, changes)
 
 
 def rows_of_one(connection: Connection, checkpoint_id: int) -> list[tuple[int, int]]:

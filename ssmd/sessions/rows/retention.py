@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import tree
+from ssmd.sessions.rows import loose, tree
 from ssmd.sessions.rows.blobs import EncodedCheckpoint
 from ssmd.sessions.rows.checkpoints import CheckpointResult
 from ssmd.sessions.rows.holding import (
@@ -133,8 +133,8 @@ def make_room(
 
 
 def _take_sealed(connection: Connection, needed: int, keep: Collection[int], freed: FreedSpace) -> None:
-    """Take sealed checkpoints, the least recently used one first, until `needed` bytes are free."""
-    for one in checkpoint_rows.unlinked_ones(connection, sealed=True) if needed > 0 else ():
+    """Take sealed checkpoints in the order in which they give way, until `needed` bytes are free."""
+    for one in loose.in_order(connection, sealed=True) if needed > 0 else ():
         if freed.nbytes >= needed:
             return
         if one.id not in keep:
@@ -184,6 +184,7 @@ def _unlink(connection: Connection, session_id: str, gone: Sequence[HeldCheckpoi
 
 def _remove(connection: Connection, freed: FreedSpace) -> None:
     for some in batches(freed.checkpoints):
+        checkpoint_rows.bequeath(connection, some)
         connection.execute(delete(checkpoint).where(checkpoint.c.id.in_(some)))
     for some in batches(freed.segments):
         connection.execute(delete(segment).where(segment.c.id.in_(some)))
@@ -222,7 +223,8 @@ def place_ahead(connection: Connection, new: EncodedCheckpoint, quota: int | Non
     if quota is not None:
         over = stored_bytes(connection) + _incoming(connection, [new]) - quota
         keep = {new.parent} if isinstance(new.parent, int) else ()
-        if new.nbytes > quota or (over > 0 and not _try_to_make_room(connection, over, keep, ahead=_ahead(quota))):
+        most = quota // loose.SHARE if new.kind in loose.SEALED else quota
+        if new.nbytes > most or (over > 0 and not _try_to_make_room(connection, over, keep, ahead=_ahead(quota))):
             return CheckpointResult(None, why_not=f"the quota of {quota} bytes has no room for it yet")
     return checkpoint_rows.insert_checkpoints(connection, [new], [])[0]
 
