@@ -11,10 +11,12 @@ import re
 import sys
 from pathlib import Path
 
+from ssmd.machine import memory
 from ssmd.machine.cache import cache_folder
 from ssmd.machine.child import command
 from ssmd.machine.confinement import allow_processor, confine, end_with
 from ssmd.machine.duration import show_duration
+from ssmd.machine.size import show_size
 from ssmd.model.artifact import MANIFEST, Artifact, ArtifactError
 from ssmd.runtime.info import info_of
 from ssmd.runtime.protocol import Program, Runtime, get_runtime
@@ -73,9 +75,15 @@ def main() -> None:
     artifact = Artifact.open(Path(sys.argv[1]))
     size = sum(f.size for f in artifact.manifest.files.values())
     writable = WRITABLE + TIMES_FILES * size if sys.argv[2] == "cpu" else None
+    spare = memory.available()
     confine(MEMORY + TIMES_FILES * size, threads=True, writable=writable)
     allow_processor(16 * (SECONDS + SECONDS_A_GIB * size / 2**30))
-    judge(get_runtime(artifact.manifest.runtime), bare=True)  # one that was made where its runtime cannot execute
+    try:
+        judge(get_runtime(artifact.manifest.runtime), bare=True)  # one that was made where its runtime cannot execute
+    except MemoryError as err:
+        if writable is None or spare is None or spare < writable:
+            raise  # the machine may be short of memory, so the verdict is not kept
+        raise ArtifactError(f"it takes more than {show_size(writable)} of memory") from err
 
 
 if __name__ == "__main__":
