@@ -192,4 +192,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
+    if unknown := {*given.clients} - {client.name for client in CLIENTS}:
+        parser.error(f"there is no client {', '.join(sorted(unknown))} here; see --help")
     main(given.clients, given.model, given.record)

@@ -172,9 +172,10 @@ def _data_problem(settings: Settings) -> str | None:
 def _stored(data_dir: Path) -> tuple[int | None, str | None]:
     """Return the bytes of stored checkpoints and None, or None and the problem of the store.
 
-    The store is only read.
+    The store is only read. Both are None if the daemon uses it alone, on a disk without memory that processes share.
     """
     from ssmd.sessions.rows import database, holding, opening
+    from ssmd.sessions.rows.faults import StoreHeldAlone
     from ssmd.sessions.turn import StoreError
 
     file = data_dir / database.FILE
@@ -189,7 +190,7 @@ def _stored(data_dir: Path) -> tuple[int | None, str | None]:
         finally:
             engine.dispose()
     except StoreError as err:
-        return None, str(err)
+        return None, None if isinstance(err, StoreHeldAlone) and err.process else str(err)
 
 
 def _models(folder: Path, runtimes: Mapping[str, RuntimeStatus]) -> dict[str, Any]:
@@ -368,8 +369,9 @@ def _places(found: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     if place["problem"]:
         yield False, f"data directory {place['path']}: {place['problem']}"
     else:
-        stored, quota = show_size(place["stored_bytes"]), show_size(place["quota_bytes"])
-        yield True, f"data directory {place['path']}: {stored} stored, of a quota of {quota}"
+        stored, quota = place["stored_bytes"], show_size(place["quota_bytes"])
+        said = "only the daemon can read its store" if stored is None else f"{show_size(stored)} stored"
+        yield True, f"data directory {place['path']}: {said}, of a quota of {quota}"
     if place["open_to_others"]:
         yield (
             False,

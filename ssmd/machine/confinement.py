@@ -31,16 +31,19 @@ def forbid_core_dumps() -> None:
         file.write("0")
 
 
-def confine(memory: int, *, threads: bool = False) -> None:
+def confine(memory: int, *, threads: bool = False, writable: int | None = None) -> None:
     """Limit this process: few open files, no core dump, no child process, and no new thread unless `threads`.
 
     memory: bytes of address space beside those it has now. With `threads`, files and processes are not limited.
+    writable: bytes of private memory that it may write, with those it has now; on Linux only, None for no limit.
     """
     if sys.platform == "win32":
         return
     import resource
 
     limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, memory + _address_space())]
+    if writable is not None and sys.platform == "linux":  # address space that is only reserved does not count
+        limits.append((resource.RLIMIT_DATA, writable))
     if not threads:
         limits += [(resource.RLIMIT_NOFILE, DESCRIPTORS), (resource.RLIMIT_NPROC, 0)]
     for limit, most in limits:

@@ -12,7 +12,8 @@ PREFIX = "SSMD_"
 OTHERS = {  # variables that are not settings, with their meanings for docs/configuration.md
     "SSMD_CONFIG": "where the settings file is",
     "SSMD_CACHE_DIR": "what runtimes keep for a quicker next load; default: the platform's cache folder of ssmd. If "
-    "another user owns it, or every user can write to it, `cache` in the data directory is used instead",
+    "another user owns it, or every user can write to it, `cache` in SSMD_DATA_DIR, or in the default data directory, "
+    "is used instead",
     "SSMD_WGPU_WRAPPED": "`1`: wgpu records through wgpu-py, which says at which call something is wrong "
     "([wgpu.md](wgpu.md))",
 }

@@ -12,8 +12,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -35,7 +36,9 @@ _SECRET = re.compile(r"(TOKEN|KEY|KEYS_FILE|SECRET|PASSWORD)$")
 _LOGGED = re.compile(r"(VERBOSE|INFO|WARNING): \[")  # LiteRT's log lines, which may follow the last line of a traceback
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(?:: |\Z)")  # the line of a traceback that begins the error
 _TAIL = 500  # characters of a process's error that are shown
+_LONGEST_WAIT_S = 24 * 3600  # longest time until a trial after accidents is repeated
 _unkept: dict[Path, Verdict] = {}  # verdicts by the folder that cannot be written
+_accidents: dict[Path, _Accident] = {}  # the last one by the verdict's folder, until a trial ends without one
 
 
 class CrashError(RuntimeError):
@@ -49,11 +52,22 @@ class CrashError(RuntimeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a trial load. why: the reason of a failure, or "". The verdict of an accident is not kept."""
+    """The result of a trial load. why: the reason of a failure, or "". The verdict of an accident is not kept.
+
+    again_s: time until this process repeats a trial that ended by an accident.
+    """
 
     passed: bool
     why: str
     accident: bool = False
+    again_s: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class _Accident:
+    verdict: Verdict
+    count: int  # accidents so far
+    until: float  # monotonic time before which the trial is not repeated
 
 
 def probed(
@@ -69,11 +83,16 @@ def probed(
     """Return the verdict in `folder`. Without one there, find it by running `command` with the artifact and the device.
 
     costs: added to the log line before the trial. limit_s: longest run of each trial. times: trials that must pass.
+    A trial that ends by an accident, such as a hang, is repeated after twice the time that it took, then after four
+    times, and so on: each request would repeat it otherwise.
     """
     file = folder / "verdict.json"
     kept = _unkept.get(folder) or _read(file)
     if kept is not None:
         return kept
+    last, began = _accidents.get(folder), time.monotonic()
+    if last is not None and began < last.until:
+        return replace(last.verdict, again_s=last.until - began)
     compiles = ", which compiles it; this can take minutes" if device in COMPILED_FOR else ""
     said = f"first load on {device}: trying it in a process of its own{compiles or ' first'}"
     log.warning("%s%s", said, f"; {costs}" if costs else "")
@@ -85,7 +104,12 @@ def probed(
         if not verdict.passed:
             break
     if verdict.accident:
-        return verdict
+        count = 1 if last is None else last.count + 1
+        ended = time.monotonic()
+        wait = min(_LONGEST_WAIT_S, (ended - began) * 2.0 ** min(count, 30))
+        _accidents[folder] = _Accident(verdict, count, ended + wait)
+        return replace(verdict, again_s=wait)
+    _accidents.pop(folder, None)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)

@@ -367,7 +367,9 @@ def test_a_byte_order_mark_before_a_body_is_left_out(tiny: Daemon) -> None:
     assert tiny.chat("x" * (33 << 20)).status == 413
 
 
-@pytest.mark.parametrize("base", ["/v1/v1", "//v1", "", "/api/v1", "/v1/", "/openai/v1"])
+@pytest.mark.parametrize(
+    "base", ["/v1/v1", "//v1", "", "/api/v1", "/v1/", "/openai/v1", "http://localhost/v1", "http://127.0.0.1:1//v1"]
+)
 def test_a_wrong_base_url_is_answered_as_the_right_one(base: str, tiny: Daemon) -> None:
     ask = tiny.served.ask
     answer = ask("POST", f"{base}/chat/completions", tiny.body(max_tokens=2))

@@ -81,6 +81,20 @@ def test_other_hosts_are_refused(served: Served, host: str) -> None:
     assert "SSMD_ALLOWED_HOSTS" in answer.error["message"]
 
 
+def test_the_host_of_a_whole_url_counts(served: Served) -> None:
+    for url, status in (
+        ("http://evil.example/health", 403),
+        ("HTTP://box.lan:80/he%61lth", 200),
+        ("https://localhost/health?a", 200),
+    ):
+        for host in ("localhost", "evil.example"):
+            assert served.ask("GET", url, headers={"host": host}).status == status, (url, host)
+    for odd in ("http://localhost@evil.example/health", "http://localhost%2f@evil.example/health", "http:///health"):
+        assert served.ask("GET", odd, headers={"host": "localhost"}).status == 403, odd
+    for other in ("http://localhost", "http:/localhost/health", "ftp://localhost/health", "*"):
+        assert served.ask("GET", other, headers={"host": "localhost"}).status == 404, other
+
+
 def test_any_host_is_answered_where_all_are_allowed() -> None:
     with serving(_app(hosts="*")) as one:
         assert one.ask("GET", "/health", headers={"host": "what.ever:1"}).status == 200

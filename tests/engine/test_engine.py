@@ -43,6 +43,7 @@ from ssmd.sessions.rows.schema import checkpoint, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
+from ssmd.text.apart import opened
 from ssmd.text.messages import Message
 
 SAMPLING = SamplingParams(temperature=1.0, seed=3, logprobs=True, top_logprobs=3)
@@ -422,6 +423,16 @@ def test_warm_up_makes_the_table_of_the_first_grammar(loaded: tuple[Artifact, Pr
     idle.start(warm_up=True)
     soon(lambda: "_known" in vars(idle._grammars))
     idle.shutdown(0)
+
+
+def test_an_end_does_not_fail_a_first_answer(loaded: tuple[Artifact, Program], store: Store) -> None:
+    """The process that tokenises for the model ends at once, and the requests that wait are still answered."""
+    ending = OwnEngine(*loaded, store, texts=opened(loaded[0], apart=True))
+    asked = Asked(ending, user("Hello"))
+    ending.drain()
+    ending.start()
+    assert asked.answer().text
+    ending.shutdown(0)
 
 
 def yesterday(loaded: tuple[Artifact, Program], store: Store) -> Answer:

@@ -220,6 +220,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"items": {"propertyNames": {"const": "a"}, "required": ["b"]}}, ".items.propertyNames"),
     ({"items": {"propertyNames": {"not": {"const": "a"}}}}, ".items.propertyNames.not"),
     ({"allOf": [{"anyOf": [{"properties": {f"k{i}_{j}": True}} for j in range(8)]} for i in range(8)]}, ""),
+    ({"items": {"type": "number", "multipleOf": 1e-12}}, ".items.multipleOf"),
+    ({"properties": {"multipleOf": {"multipleOf": 7}, "a": {"multipleOf": 0}}}, ".properties.a.multipleOf"),
+    ({"properties": {"a": {"type": "array", "items": 3}}}, ".properties.a.items"),
+    ({"items": {"additionalProperties": "string"}}, ".items.additionalProperties"),
+    ({"properties": {"a": {"anyOf": [{"type": "null"}, "string"]}}}, ".properties.a.anyOf[1]"),
+    ({"properties": {"a": {"type": ["null", "strin"]}}}, ".properties.a.type"),
+    ({"items": {"required": ["a", 1]}}, ".items.required"),
 ]
 
 

@@ -207,6 +207,31 @@ def test_the_wrong_part_of_a_grammar_is_named(bad: dict[str, Any], read: Grammar
     assert (caught.value.code, caught.value.param) == ("unsupported_schema", f"tools[1].function.parameters{way}")
 
 
+STRING = {"type": "string"}
+LISTS = {"type": "array", "minItems": 1}
+REMAINDERS = {"type": "integer", "allOf": [multiple(10_007), multiple(19)]}  # 190,133 together, which take 2 s
+
+
+@linux
+@pytest.mark.parametrize(
+    ("costly", "way", "why"),
+    [
+        ({"properties": {"a": STRING, "b": LISTS | {"items": REMAINDERS}}}, ".properties.b.items.allOf", "too costly"),
+        (
+            {"properties": {"a": STRING | {"allOf": patterns(12)}}, "required": ["a"]},
+            ".properties.a",
+            "fewer or simpler",
+        ),
+    ],
+)
+def test_a_costly_part_of_a_schema_is_named(costly: dict[str, Any], way: str, why: str, read: Grammars) -> None:
+    with pytest.raises(Rejection, match=why) as caught:
+        read.read(schema(costly))
+    assert (caught.value.status, caught.value.code) == (400, "unsupported_schema")
+    assert caught.value.param == f"json_schema{way}"
+    assert "Regex" not in caught.value.message
+
+
 def test_the_errors_of_a_trial_are_llguidances_own(read: Grammars) -> None:
     for text, why in (("start: nowhere", "nowhere"), ('start: "a" start', "no answer is possible")):
         with pytest.raises(Rejection, match=why) as caught:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
+from daemon import soon
 
 from ssmd.model.artifact import Artifact
+from ssmd.runtime import trial
 from ssmd.runtime.protocol import get_runtime
 from ssmd.runtime.trial import CrashError, last_line, probed, run_all
 
@@ -56,7 +60,41 @@ def test_an_accident_is_no_verdict(artifact: Any, tmp_path: Path, end: str) -> N
     ends = ways.get(end) or command(f"os.kill(os.getpid(), signal.SIG{end})")
     first = probed(ends, artifact, "cpu", tmp_path / "kept", limit_s=0.2 if end == "late" else 60)
     assert (first.passed, first.accident) == (False, True)
-    assert probed(command("pass"), artifact, "cpu", tmp_path / "kept").passed
+    soon(lambda: probed(command("pass"), artifact, "cpu", tmp_path / "kept").passed)
+
+
+def test_a_trial_that_hangs_is_repeated_ever_later(artifact: Any, tmp_path: Path) -> None:
+    marker, folder = tmp_path / "tried", tmp_path / "kept"
+    hangs = command(f"open({str(marker)!r}, 'a').write('x'); time.sleep(60)")
+    first = probed(hangs, artifact, "cpu", folder, limit_s=2)
+    assert (first.accident, marker.read_text()) == (True, "x")
+    assert first.again_s >= 4
+    assert probed(hangs, artifact, "cpu", folder, limit_s=2) == first
+    assert marker.read_text() == "x", "a request right after it does not repeat it"
+    trial._accidents[folder] = replace(trial._accidents[folder], until=0.0)
+    assert probed(hangs, artifact, "cpu", folder, limit_s=2).again_s >= 8
+    assert marker.read_text() == "xx"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory that a process writes")
+def test_a_trial_writes_memory_by_its_artifacts_size(artifacts: TinyArtifacts) -> None:
+    """Reserved addresses do not count. Memory beyond the bound is the artifact's fault if the machine has enough."""
+    code = (
+        "import mmap, os, resource, sys; from ssmd.runtime import loading\n"
+        "loading.memory.available = lambda: 8 << 30\n"
+        "def judge(*_, **__):\n"
+        "    mmap.mmap(-1, 6 << 30, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)\n"
+        "    print(resource.getrlimit(resource.RLIMIT_DATA)[0], flush=True)\n"
+        "    bytearray(3 << 30)\n"
+        "loading.judge = judge; loading.main()"
+    )
+    path = artifacts["llama-f32"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(os.getpid()), str(path), "cpu"], capture_output=True, text=True, check=False
+    )
+    size = sum(file.size for file in Artifact.open(path).manifest.files.values())
+    assert int(done.stdout) == (2 << 30) + 8 * size, done.stderr
+    assert trial._error(done.stderr) == "ssmd.model.artifact.ArtifactError: it takes more than 2.2 GB of memory"
 
 
 def test_a_verdict_that_cannot_be_kept_holds_for_the_process(artifact: Any, tmp_path: Path) -> None:

@@ -220,6 +220,8 @@ def test_a_store_without_shared_memory_is_used_alone(artifacts: TinyArtifacts, l
         assert "uses it alone, as its file system has no memory that processes share" in err
         assert "`ssmd stop`" in err
         assert "SSMD_DATA_DIR" in err
+        code, out, err = machine.ssmd("doctor", refuses="memory")
+        assert f"ok  data directory {machine.data}: only the daemon can read its store" in out
         assert served.ask("DELETE", f"/ssmd/v1/sessions/{told[0]['session']}").status == 200
         assert served.ask("GET", "/health").json["status"] == "ok"
         assert len(served.ask("GET", "/ssmd/v1/sessions").json["data"]) == 3

@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -46,6 +47,7 @@ _ALWAYS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-pol
 _EXPOSED = b"x-request-id, request-id, x-ssmd-session, x-ssmd-ignored, idempotent-replayed, retry-after"
 READING = ("GET", "HEAD")
 _ENDING = Rejection("the server is shutting down", status=503, code="shutting_down", retry_after_s=RETRY_AFTER_S)
+_WHOLE_URL = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 
@@ -141,6 +143,8 @@ class Security:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope["path"].startswith("/"):
+            _take_host(scope)
         scope["path"] = self._paths.canonical(scope["path"])  # before the checks, which depend on it
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
@@ -332,6 +336,21 @@ class _Intake:
                 while not self.whole:
                     message = await self._receive()
                     self.whole = message["type"] != "http.request" or not message.get("more_body", False)
+
+
+def _take_host(scope: Scope) -> None:
+    """Take the host out of a target that is a whole URL, as clients send it that take the daemon for a proxy.
+
+    It counts in place of the Host header (RFC 9112, 3.2.2).
+    """
+    found = _WHOLE_URL.fullmatch(scope["raw_path"])
+    if found is not None:
+        scope["raw_path"] = found[2] or b"/"
+        scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+        scope["headers"] = [
+            (b"host", found[1]),
+            *((name, value) for name, value in scope["headers"] if name != b"host"),
+        ]
 
 
 def _authorization(headers: Headers) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from ssmd.engine.prompt.planner import Prompt
@@ -29,18 +28,14 @@ class ToolCalling:
         self.format = format_of(source)
         self._reasons = THINK in source
         self._tokenizer = tokenizer
+        # Both are made here: the worker must not wait for a tokenizer in another process, which may have ended too.
+        self.controls = self._controls()  # markers that are control tokens of this model, and their ids
+        self.think_end = tokenizer.encode(f"\n{THINK_END}\n\n")  # tokens that end reasoning, as models write its end
 
-    @cached_property
-    def controls(self) -> Mapping[str, int]:
-        """Map the markers that are control tokens of this model to their ids."""
+    def _controls(self) -> Mapping[str, int]:
         known = self._tokenizer
         ids = ((m, t) for m in (*self.format.markers, THINK, THINK_END) for t in known.encode(m) if known.is_control(t))
         return {marker: token for marker, token in ids if known.token_text(token) == marker}
-
-    @cached_property
-    def think_end(self) -> list[int]:
-        """Return the tokens that end reasoning, as models write its end."""
-        return self._tokenizer.encode(f"\n{THINK_END}\n\n")
 
     def reader(self, request: Request, prompt: Prompt) -> AnswerReader:
         """Return a reader for one answer. It looks for calls if the request has tools that may be called."""

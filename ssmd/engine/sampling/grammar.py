@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ssmd.engine.sampling.bounds import check_size, keywords
 from ssmd.engine.sampling.digits import DigitBound, DigitTable
 from ssmd.engine.sampling.kept import GrammarMemory, KeptGuides
-from ssmd.engine.sampling.refusals import parts_of, place_of, worded
+from ssmd.engine.sampling.refusals import parts_of, place_of, place_of_cost, worded
 from ssmd.engine.sampling.trial import (
     MAX_FORCED,
     NO_ANSWER,
@@ -365,7 +365,8 @@ def _suspects(grammar: Grammar, why: str) -> list[Grammar]:
 
 def _refused(grammar: Grammar, verdict: Verdict) -> Rejection:
     """Build the error for a grammar that llguidance refuses, or that met a limit in its trial."""
-    param = grammar.param + _place(grammar, verdict.why)
+    place = place_of_cost(_schema_of(grammar.text)) if verdict.unsupported else _place(grammar, verdict.why)
+    param = grammar.param + place
     unsupported = verdict.unsupported or _schema_of(grammar.text) is not None
     code = "unsupported_schema" if unsupported else "invalid_value"
     return Rejection(f"{param}: {worded(verdict.why)}", code=code, param=param)

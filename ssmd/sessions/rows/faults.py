@@ -47,6 +47,14 @@ class StoreLocked(StoreError):
     reason = "locked"
 
 
+class StoreHeldAlone(StoreLocked):
+    """A store on a disk where only one process can use it. process: the daemon's; None if another program holds it."""
+
+    def __init__(self, message: str, process: int | None) -> None:
+        super().__init__(message)
+        self.process = process
+
+
 class DiskFull(StoreError):
     """A file system without room for a write."""
 
@@ -136,9 +144,10 @@ def held_alone(err: StoreLocked, file: Path) -> StoreLocked:
     with contextlib.suppress(OSError):
         process = holder(file.with_name(LOCK_FILE))
     who = f"the daemon, process {process}," if process else "another process"
-    return StoreLocked(
+    return StoreHeldAlone(
         f"session store {file}: {who} uses it alone, as its file system has no memory that processes share; run this "
-        f"again after `ssmd stop`, or ask the daemon (its page, or /ssmd/v1/sessions). Else {_MOVE}"
+        f"again after `ssmd stop`, or ask the daemon (its page, or /ssmd/v1/sessions). Else {_MOVE}",
+        process or None,
     )
 
 
