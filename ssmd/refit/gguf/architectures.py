@@ -27,7 +27,7 @@ from ssmd.model.source import SourceError
 MAX_LAYERS = 4096
 # Fields without effect here: what llama.cpp itself needs, or what only another field would bring into use.
 NEUTRAL = frozenset(
-    "vocab_size attention.layer_norm_epsilon expert_used_count expert_shared_feed_forward_length "
+    "vocab_size attention.layer_norm_epsilon expert_used_count expert_group_count expert_group_used_count "
     "rope.scaling.original_context_length rope.scaling.finetuned".split()
 )
 ROPE_FREQS = "rope_freqs.weight"
@@ -226,13 +226,16 @@ def _granite(m: Metadata) -> dict[str, Any]:
     """Read Granite, all layers of attention with RoPE, as a Granite 4 without a Mamba layer."""
     c = _llama(m, "granitemoehybrid")
     rotated = m.get("rope.scaling.finetuned") is not False  # as llama.cpp reads it for Granite
+    for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        m.get(f"ssm.{name}")  # what remains of a hybrid's config without a Mamba layer
     if c["head_dim"] * c["num_attention_heads"] != c["hidden_size"]:
         raise m.wrong("attention.key_length", c["head_dim"], "embedding_length / attention.head_count")
     if c.pop("mlp_bias"):
         raise SourceError(f"{m.read.file} has biases in its MLPs, and ssmd's Granite has none")
     return c | _scales(m, c["head_dim"]) | {"layer_types": ["attention"] * c["num_hidden_layers"]} | {
         "position_embedding_type": "rope" if rotated else "nope",
-        "shared_intermediate_size": c["intermediate_size"],
+        "mamba_n_heads": 1,  # of no layer; the default does not fit every width
+        "shared_intermediate_size": m.size("expert_shared_feed_forward_length", c["intermediate_size"]),
     }
 
 
@@ -258,7 +261,7 @@ def _granite_hybrid(m: Metadata) -> dict[str, Any]:
     _whole(m, inner, hidden)
     for name in ("rope.freq_base", "rope.dimension_count"):
         m.get(name)  # nothing is rotated
-    intermediate = m.size("feed_forward_length")
+    intermediate = m.size("expert_shared_feed_forward_length", m.get("feed_forward_length"))
     return (
         {"model_type": "granitemoehybrid", "hidden_act": "silu"}
         | c
@@ -339,6 +342,11 @@ def _mamba2(m: Metadata) -> dict[str, Any]:
 
 def _falcon_h1(m: Metadata) -> dict[str, Any]:
     c = _common(m)
+    if c["tie_word_embeddings"]:
+        raise SourceError(
+            f"{m.read.file} has no output.weight: of Falcon-H1 with tied embeddings, llama.cpp's converter loses the "
+            "multiplier of the head; take the safetensors checkpoint"
+        )
     attention, _ = _attention(m, c["hidden_size"], c["num_hidden_layers"])
     inner, heads, _ = _ssm(m, c["hidden_size"])
     return (
@@ -487,6 +495,7 @@ def _mamba2_names(config: Mapping[str, Any]) -> Names:
 
 def _falcon_h1_names(config: Mapping[str, Any]) -> Names:
     names = _norms("input_layernorm", "pre_ff_layernorm") | _swiglu("feed_forward.") | _mixer_names("mamba.")
+    names["ffn_norm"] = names["ffn_norm.weight"]  # the converter leaves the ending out
     return names | _attention_names(config, "self_attn.", permuted=False)
 
 
