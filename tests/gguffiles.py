@@ -78,7 +78,7 @@ def architecture_of(config: Mapping[str, Any]) -> MODEL_ARCH:
 def kind_of(name: str, array: Array, kind: str) -> GGMLQuantizationType:
     """The type that a tensor is stored in: vectors, convolutions and A stay float32, as in llama.cpp."""
     quant = GGMLQuantizationType[kind]
-    plain = array.ndim < 2 or "conv" in name or "ssm_" in name.removesuffix(".weight") and array.shape[-1] < 32
+    plain = array.ndim < 2 or "conv" in name or ("ssm_" in name.removesuffix(".weight") and array.shape[-1] < 32)
     plain |= array.shape[-1] % gguf.GGML_QUANT_SIZES[quant][0] != 0 or "norm" in name or name.endswith("ssm_a")
     return GGMLQuantizationType.F32 if plain else quant
 
@@ -114,7 +114,7 @@ def name_map(config: Mapping[str, Any], arch: MODEL_ARCH) -> Callable[[str], str
     names = gguf.get_tensor_name_map(arch, layers_of(config))
 
     def mapped(name: str) -> str:
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         return found
 
@@ -161,17 +161,19 @@ def _converted(config: Mapping[str, Any], name: str, array: Array) -> Array:
         if name.endswith((".A_log", ".D")):
             return array.reshape(-1, 1)
         if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
-            return array.reshape(config.get("n_groups") or config.get("mamba_n_groups"), -1)
+            return array.reshape(config.get("n_groups") or config["mamba_n_groups"], -1)
     return array * _multiplier(config, name) if family == "falcon_h1" else array
 
 
 def _multiplier(config: Mapping[str, Any], name: str) -> Any:
-    """What FalconH1Model.modify_tensors multiplies a tensor by."""
+    """Return the factor of a tensor in FalconH1Model.modify_tensors."""
     c = config
     if ".mamba.in_proj." in name:
         state = c["mamba_n_groups"] * c["mamba_d_state"]
         sizes = [c["mamba_d_ssm"], c["mamba_d_ssm"], state, state, c["mamba_n_heads"]]
-        return np.repeat(np.array(c["ssm_multipliers"], np.float32) * np.float32(c["ssm_in_multiplier"]), sizes)[:, None]
+        return np.repeat(np.array(c["ssm_multipliers"], np.float32) * np.float32(c["ssm_in_multiplier"]), sizes)[
+            :, None
+        ]
     by_name = {
         "down_proj": c["mlp_multipliers"][1],
         "gate_proj": c["mlp_multipliers"][0],
@@ -187,7 +189,7 @@ def _multiplier(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _divisors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Array:
-    """What generate_extra_tensors writes of Llama 3's RoPE."""
+    """Return the divisors that generate_extra_tensors writes for Llama 3's RoPE."""
     made = []
     for i in range(0, config["head_dim"], 2):
         wavelength = 2 * np.pi * rope["rope_theta"] ** (i / config["head_dim"])
@@ -237,7 +239,9 @@ def _attention_fields(w: GGUFWriter, c: Mapping[str, Any]) -> None:
     kinds = c.get("layer_types") or c.get("layers_block_type") or ["attention"]
     w.add_head_count(c["num_attention_heads"])
     several = c["model_type"] in ("granitemoehybrid", "lfm2", "nemotron_h")
-    w.add_head_count_kv([c["num_key_value_heads"] * (k in ATTENTION) for k in kinds] if several else c["num_key_value_heads"])
+    w.add_head_count_kv(
+        [c["num_key_value_heads"] * (k in ATTENTION) for k in kinds] if several else c["num_key_value_heads"]
+    )
     w.add_key_length(head_dim)
     w.add_value_length(head_dim)
     if c.get("rope_parameters"):

@@ -88,7 +88,8 @@ def pull(
 
     Where ssmd has the model's stripped graph, its weights are put into that in seconds; the others take `ssmd build`.
     Only safetensors, json, tokenizer and chat template are fetched, or the one GGUF file that --from names; pickled
-    weights are refused. HF_ENDPOINT names another hub, HF_TOKEN is sent to that hub alone, with HF_HUB_OFFLINE=1 nothing is fetched.
+    weights are refused. HF_ENDPOINT names another hub, HF_TOKEN is sent to that hub alone; with HF_HUB_OFFLINE=1
+    nothing is fetched.
     """
     with reporting() if report else contextlib.nullcontext():
         _pull(name, revision, folder, to, runtime, context, data_dir, models_dir, force, offline, as_json, report)

@@ -1,7 +1,7 @@
 """GGML's encodings of weights in blocks, as GGUF files hold them, and their values as float32.
 
-The layouts: ggml/src/ggml-common.h of https://github.com/ggml-org/llama.cpp; the arithmetic, to the last bit, is that of
-the functions dequantize_row_* in ggml-quants.c there. A block is a run of values of one row.
+The layouts: ggml/src/ggml-common.h of https://github.com/ggml-org/llama.cpp. The arithmetic is, to the last bit, that
+of dequantize_row_* in ggml-quants.c there. A block is a run of values of one row.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 Blocks = NDArray[np.uint8]
 Values = NDArray[np.float32]
 # The names of all types, for messages: enum ggml_type in ggml.h.
-NAMES: Mapping[int, str] = dict(
-    enumerate(
-        "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S "
-        "IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16".split()
-    )
-) | {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
+_TYPES = (
+    "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL "
+    "IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"
+)
+NAMES: Mapping[int, str] = dict(enumerate(_TYPES.split())) | {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ def _nibbles(packed: Blocks) -> Blocks:
 
 def _fifth_bits(blocks: Blocks, at: int) -> Blocks:
     """Return the 32 bits at byte `at` of each block, the lowest first, each worth 16, as (n, 32)."""
-    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+    bits: Blocks = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
+    return bits << np.uint8(4)
 
 
 def _f32(blocks: Blocks) -> Values:
@@ -104,8 +104,8 @@ def _q4_k(blocks: Blocks) -> Values:
 
 def _q5_k(blocks: Blocks) -> Values:
     levels = _nibbles(blocks[:, 48:].reshape(-1, 32)).reshape(len(blocks), 8, 32)
-    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (n, 8, 32): bit p is of part p
-    return _k_levels(blocks, levels | fifth << 4)
+    fifth: Blocks = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)  # (n, 8, 32)
+    return _k_levels(blocks, levels | fifth << np.uint8(4))  # bit p of a byte is of part p
 
 
 def _q6_k(blocks: Blocks) -> Values:

@@ -161,7 +161,9 @@ class _Header:
             raise ValueError("it is not a GGUF file: it does not begin with GGUF")
         version = self.number("I")
         if version & 0xFFFF == 0 and version:
-            raise ValueError("it is big-endian; ssmd reads little-endian GGUF files: convert it with gguf_convert_endian")
+            raise ValueError(
+                "it is big-endian; ssmd reads little-endian GGUF files: convert it with gguf_convert_endian"
+            )
         if version not in VERSIONS:
             raise ValueError(f"it is GGUF version {version}; ssmd reads versions 2 and 3: make it again with llama.cpp")
         tensors, fields = self.number("Q"), self.number("Q")

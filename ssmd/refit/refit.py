@@ -85,8 +85,8 @@ def differences_text(differing: Differences) -> str:
 def differences(header: Header, config: Mapping[str, Any]) -> Differences:
     """Return the fields by which a config.json does not fit a graph, with its value and the graph's.
 
-    A graph executes a plan: fields that only change how weights are made do not count, as Falcon-H1's multipliers, nor
-    those that the family does not read, nor the model's context if a prefill fits into it. Raises FamilyError if the
+    A graph executes a plan. Fields that only change how weights are made do not count, as Falcon-H1's multipliers. Nor
+    do those that the family does not read, nor the model's context if a prefill fits into it. Raises FamilyError if the
     config's family is not supported.
     """
     family, wanted = family_of(header.config), stable(header.config)

@@ -70,7 +70,10 @@ def test_a_file_is_pulled_resumed_and_kept(hub: Mirror, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_refused_by_name(hub: Mirror, tmp_path: Path) -> None:
-    assert f"has no file gone.gguf at main; its GGUF files: other.gguf, {FILE}\n" in pull(tmp_path, hub, "gone.gguf").stderr
+    assert (
+        f"has no file gone.gguf at main; its GGUF files: other.gguf, {FILE}\n"
+        in pull(tmp_path, hub, "gone.gguf").stderr
+    )
     for name in ("../tiny.gguf", "a/b.gguf", "README.md", ".gguf"):
         done = pull(tmp_path, hub, name)
         assert (done.returncode, done.stderr.count("\n")) == (1, 1)

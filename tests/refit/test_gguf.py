@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from ssmd.cli import app, making
+from ssmd.families.fields import FamilyError
 from ssmd.families.registry import family_of
 from ssmd.families.weights import BLOCK_ELEMENTS
 from ssmd.model.artifact import Artifact
@@ -69,18 +70,20 @@ def scaled(source: Path, folder: Path, rope: Mapping[str, Any]) -> Path:
     return varied(source, folder, {"rope_parameters": dict(rope)})
 
 
+def with_head(source: Path, folder: Path) -> Path:
+    """Falcon-H1 as llama.cpp computes it: with a head, and the norm after the gate."""
+    said = {"tie_word_embeddings": False, "mamba_norm_before_gate": False}
+    return varied(source, folder, said, **{"lm_head.weight": (397, 96)})
+
+
+def itself(source: Path, folder: Path) -> Path:
+    return source
+
+
 VARIED: dict[str, tuple[str, Callable[[Path, Path], Path]]] = {
     "llama-untied": ("llama", untied),
     "llama-rope3": ("llama", lambda source, folder: scaled(source, folder, tiny.LLAMA3_ROPE)),
-    "falcon-h1": (
-        "falcon-h1-norm",
-        lambda source, folder: varied(
-            source,
-            folder,
-            {"tie_word_embeddings": False, "mamba_norm_before_gate": False},
-            **{"lm_head.weight": (397, 96)},
-        ),
-    ),
+    "falcon-h1": ("falcon-h1-norm", with_head),
 }
 SOURCES = (
     *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2", "mamba2-groups"),
@@ -89,7 +92,7 @@ SOURCES = (
 
 
 def source_named(artifacts: TinyArtifacts, name: str, folder: Path) -> Path:
-    variant, make = VARIED.get(name, (name, lambda source, folder: source))
+    variant, make = VARIED.get(name, (name, itself))
     return make(artifacts.source(f"{variant}-f32"), folder / f"source-{name}")
 
 
@@ -191,7 +194,9 @@ def test_a_hybrid_without_mamba_layers_is_granite(tmp_path: Path) -> None:
     assert read.read.fields["general.architecture"] == "granite"
     assert family.plan(family.parse(read.config)) == family.plan(family.parse(original.config))
     for parameter, binding in family.bindings(family.parse(read.config)).items():
-        assert np.allclose(binding(read), family.bindings(family.parse(original.config))[parameter](original)), parameter
+        assert np.allclose(binding(read), family.bindings(family.parse(original.config))[parameter](original)), (
+            parameter
+        )
 
 
 ORIGINALS: dict[str, Callable[[], Any]] = {
@@ -215,7 +220,10 @@ def test_token_ids_are_the_original_tokenizers(artifacts: TinyArtifacts, pre: st
     made = ORIGINALS[pre]()
     count = made.get_vocab_size()
     source = varied(
-        artifacts.source("llama-f32"), tmp_path / "source", {"vocab_size": count}, **{"model.embed_tokens.weight": (count, 96)}
+        artifacts.source("llama-f32"),
+        tmp_path / "source",
+        {"vocab_size": count},
+        **{"model.embed_tokens.weight": (count, 96)},
     )
     made.save(str(source / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<s>"}
@@ -233,9 +241,8 @@ def test_token_ids_are_the_original_tokenizers(artifacts: TinyArtifacts, pre: st
 def test_the_file_says_whether_bos_begins(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     source = artifacts.source("llama-f32")
     for said, expected in ((True, (1,)), (False, ())):
-        file = write_gguf(
-            source, tmp_path / f"{said}.gguf", pre="llama-bpe", change=lambda w, said=said: w.add_add_bos_token(said)
-        )
+        change = field("tokenizer.ggml.add_bos_token", said)
+        file = write_gguf(source, tmp_path / f"{said}.gguf", pre="llama-bpe", change=change)
         assert Tokenizer.open(opened(file).path / "tokenizer.json").beginning == expected
 
 
@@ -330,10 +337,11 @@ def test_errors_name_the_file_and_leave_nothing(llama: Path, shelf: Path, tmp_pa
     assert f"ssmd build {llama}" in done.output
     data = llama.read_bytes()
     (tmp_path / "nan.gguf").write_bytes(data[:-4] + b"\0\0\xc0\x7f")
-    with pytest.raises(SourceError, match=r"nan\.gguf: tensor .* not finite"), making.source_of(tmp_path / "nan.gguf") as s:
-        family = family_of(s.config)
-        for binding in family.bindings(family.parse(s.config)).values():
-            binding(s)
+    with making.source_of(tmp_path / "nan.gguf") as read:
+        assert isinstance(read, GGUFSource)
+        name, stored = max(read.stored.items(), key=lambda item: item[1].parts[-1].begin)
+        with pytest.raises(SourceError, match=r"nan\.gguf: tensor .* not finite"):
+            read.tensor(name, stored.shape)
     with (
         pytest.raises(ValueError, match=re.escape(f"{llama} is wrong")),
         making.source_of(llama) as read,
@@ -346,9 +354,9 @@ def test_errors_name_the_file_and_leave_nothing(llama: Path, shelf: Path, tmp_pa
 def test_a_folder_of_files_asks_for_one(tmp_path: Path) -> None:
     for name in ("a.Q4_0.gguf", "a.Q8_0.gguf"):
         (tmp_path / name).touch()
-    with pytest.raises(making.BuildFailed, match=r"GGUF files \(a\.Q4_0\.gguf, a\.Q8_0\.gguf\): name the file"):
-        with making.source_of(tmp_path):
-            pass
+    said = r"GGUF files \(a\.Q4_0\.gguf, a\.Q8_0\.gguf\): name the file"
+    with pytest.raises(making.BuildFailed, match=said), making.source_of(tmp_path):
+        pass
 
 
 # Refusals
@@ -365,9 +373,15 @@ def field(name: str, value: Any) -> Callable[[gguf.GGUFWriter], object]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (field("llama.attention.sliding_window", 4096), "llama.attention.sliding_window is 4096, which is not supported"),
+        (
+            field("llama.attention.sliding_window", 4096),
+            "llama.attention.sliding_window is 4096, which is not supported",
+        ),
         (field("llama.expert_count", 8), "llama.expert_count is 8, which is not supported"),
-        (field("llama.rope.scaling.type", "longrope"), "rope.scaling.type is 'longrope', expected none, linear or yarn"),
+        (
+            field("llama.rope.scaling.type", "longrope"),
+            "rope.scaling.type is 'longrope', expected none, linear or yarn",
+        ),
         (field("llama.rope.dimension_count", 8), "rope.dimension_count is 8, expected 16, all of a head"),
         (field("llama.attention.causal", False), "attention.causal is False, expected true"),
         (field("split.count", 3), "is one of several parts of a model: join them first"),
@@ -397,7 +411,8 @@ def test_kinds_of_files_that_are_refused(artifacts: TinyArtifacts, llama: Path, 
     assert "no tensor 'blk.0.attn_sinks.weight' that" in said(write_gguf(source, tmp_path / "more.gguf", more=more))
     big = write_gguf(source, tmp_path / "big.gguf", endian=gguf.GGUFEndian.BIG)
     assert "it is big-endian" in said(big)
-    part = shutil.copy(llama, tmp_path / "tiny-00001-of-00003.gguf")
+    part = tmp_path / "tiny-00001-of-00003.gguf"
+    shutil.copy(llama, part)
     assert "is one of several parts of a model" in said(part)
     data = llama.read_bytes()
     for version, expected in ((1, "GGUF version 1;"), (4, "GGUF version 4;")):
@@ -407,7 +422,11 @@ def test_kinds_of_files_that_are_refused(artifacts: TinyArtifacts, llama: Path, 
     assert opened(tmp_path / "v2.gguf").lineage == opened(llama).lineage
     for old, new, expected in (
         (b"gpt2", b"spm1", "its tokenizer is of the kind 'spm1'"),
-        (b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0gemma", "its architecture is 'gemma'; from GGUF ssmd reads llama, "),
+        (
+            b"\5\0\0\0\0\0\0\0llama",
+            b"\5\0\0\0\0\0\0\0gemma",
+            "its architecture is 'gemma'; from GGUF ssmd reads llama, ",
+        ),
     ):
         (tmp_path / "other.gguf").write_bytes(data.replace(old, new, 1))
         assert expected in said(tmp_path / "other.gguf")
@@ -438,7 +457,9 @@ def mutations(data: bytes, count: int) -> Iterator[bytes]:
                 case 0:
                     made[at] = rng.randrange(256)
                 case 1:
-                    made[at : at + 8] = rng.choice((0, 1, 1 << 22, 1 << 31, (1 << 63) - 1, (1 << 64) - 1)).to_bytes(8, "little")
+                    made[at : at + 8] = rng.choice((0, 1, 1 << 22, 1 << 31, (1 << 63) - 1, (1 << 64) - 1)).to_bytes(
+                        8, "little"
+                    )
                 case 2:
                     del made[at : at + rng.randrange(1, 64)]
                 case 3:
@@ -451,7 +472,7 @@ def mutations(data: bytes, count: int) -> Iterator[bytes]:
 def test_damaged_files_are_refused_in_bounded_memory(llama: Path, tmp_path: Path) -> None:
     """300 of them: each is a SourceError or a model of which every row can be read, and takes a few megabytes."""
     data, file = llama.read_bytes(), tmp_path / "a.gguf"
-    refused = 0
+    refused, said = 0, list[str]()
     tracemalloc.start()
     try:
         for damaged in mutations(data, 300):
@@ -465,22 +486,25 @@ def test_damaged_files_are_refused_in_bounded_memory(llama: Path, tmp_path: Path
                 for binding in family.bindings(family.parse(read.config)).values():
                     for _ in binding.blocks(read):
                         pass
-            except ValueError as err:  # SourceError, FamilyError
+            except (SourceError, FamilyError) as err:
                 refused += 1
-                assert isinstance(err, SourceError) or "config.json" in str(err), repr(err)
-                assert str(err).isprintable()
+                said.append(str(err))
             assert tracemalloc.get_traced_memory()[1] - before < 16 << 20
             shutil.rmtree(folder)
     finally:
         tracemalloc.stop()
     assert 150 < refused < 300
+    assert all(line.isprintable() for line in said)
 
 
 def test_a_whole_matrix_is_never_in_float32(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     """The blocks of a large one take a few blocks' memory."""
     count = 40_000
     source = varied(
-        artifacts.source("llama-f32"), tmp_path / "source", {"vocab_size": count}, **{"model.embed_tokens.weight": (count, 96)}
+        artifacts.source("llama-f32"),
+        tmp_path / "source",
+        {"vocab_size": count},
+        **{"model.embed_tokens.weight": (count, 96)},
     )
     read = opened(write_gguf(source, tmp_path / "a.gguf", "Q8_0"))
     family = family_of(read.config)

@@ -26,10 +26,10 @@ from ssmd.model.source import SourceError
 
 MAX_LAYERS = 4096
 # Fields without effect here: what llama.cpp itself needs, or what only another field would bring into use.
-NEUTRAL = frozenset(
-    "vocab_size attention.layer_norm_epsilon expert_used_count expert_group_count expert_group_used_count "
-    "rope.scaling.original_context_length rope.scaling.finetuned".split()
-)
+NEUTRAL = {
+    *("vocab_size", "attention.layer_norm_epsilon", "expert_used_count", "expert_group_count"),
+    *("expert_group_used_count", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
+}
 ROPE_FREQS = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all published models
 _ORIGINAL = tuple(1 << n for n in range(5, 21))  # contexts before Llama 3's scaling that are tried
@@ -232,11 +232,16 @@ def _granite(m: Metadata) -> dict[str, Any]:
         raise m.wrong("attention.key_length", c["head_dim"], "embedding_length / attention.head_count")
     if c.pop("mlp_bias"):
         raise SourceError(f"{m.read.file} has biases in its MLPs, and ssmd's Granite has none")
-    return c | _scales(m, c["head_dim"]) | {"layer_types": ["attention"] * c["num_hidden_layers"]} | {
-        "position_embedding_type": "rope" if rotated else "nope",
-        "mamba_n_heads": 1,  # of no layer; the default does not fit every width
-        "shared_intermediate_size": m.size("expert_shared_feed_forward_length", c["intermediate_size"]),
-    }
+    return (
+        c
+        | _scales(m, c["head_dim"])
+        | {"layer_types": ["attention"] * c["num_hidden_layers"]}
+        | {
+            "position_embedding_type": "rope" if rotated else "nope",
+            "mamba_n_heads": 1,  # of no layer; the default does not fit every width
+            "shared_intermediate_size": m.size("expert_shared_feed_forward_length", c["intermediate_size"]),
+        }
+    )
 
 
 def _scales(m: Metadata, head_dim: int) -> dict[str, Any]:
@@ -327,17 +332,21 @@ def _mamba2(m: Metadata) -> dict[str, Any]:
     c = _common(m)
     inner, heads, expand = _ssm(m, c["hidden_size"])
     _whole(m, inner, c["hidden_size"])
-    return {"model_type": "mamba2", "hidden_act": "silu"} | c | {
-        "num_heads": heads,
-        "head_dim": inner // heads,
-        "expand": expand,
-        "state_size": m.size("ssm.state_size"),
-        "n_groups": m.size("ssm.group_count", 1),
-        "conv_kernel": m.size("ssm.conv_kernel"),
-        "layer_norm_epsilon": m.number("attention.layer_norm_rms_epsilon"),
-        "use_conv_bias": m.has("ssm_conv1d.bias"),
-        "use_bias": m.has("ssm_in.bias"),
-    }
+    return (
+        {"model_type": "mamba2", "hidden_act": "silu"}
+        | c
+        | {
+            "num_heads": heads,
+            "head_dim": inner // heads,
+            "expand": expand,
+            "state_size": m.size("ssm.state_size"),
+            "n_groups": m.size("ssm.group_count", 1),
+            "conv_kernel": m.size("ssm.conv_kernel"),
+            "layer_norm_epsilon": m.number("attention.layer_norm_rms_epsilon"),
+            "use_conv_bias": m.has("ssm_conv1d.bias"),
+            "use_bias": m.has("ssm_in.bias"),
+        }
+    )
 
 
 def _falcon_h1(m: Metadata) -> dict[str, Any]:

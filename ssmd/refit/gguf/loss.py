@@ -58,7 +58,9 @@ def _of_packer(source: GGUFSource, quantization: str) -> list[tuple[Binding, str
         return []
     family = family_of(source.config)
     bound = family.bindings(family.parse(source.config))
-    names = [n for n, b in bound.items() if all(len(shape) == 2 for shape in b.reads.values()) and n.endswith(_MATRICES)]
+    names = [
+        n for n, b in bound.items() if all(len(shape) == 2 for shape in b.reads.values()) and n.endswith(_MATRICES)
+    ]
     return [(bound[name], "litert-int8") for name in names]
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from ssmd.model.ggml import ENCODINGS
 from ssmd.model.gguf import GGUF, Listed, shown
 from ssmd.model.source import READ_BYTES, VOLATILE, Source, SourceError, Tensor
 from ssmd.refit.gguf.architectures import ARCHITECTURES, PLAIN, ROPE_FREQS, Form, Metadata
-from ssmd.refit.gguf.tokenizer import Vocabulary, vocabulary_of
+from ssmd.refit.gguf.tokenizer import vocabulary_of
 
 LINEAGE = "gguf-1"  # begins the lineage of these sources: raise it if the values that are made of a file change
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf\Z", re.IGNORECASE)
@@ -45,7 +44,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class GGUFSource(Source):
-    """An opened GGUF file. path: the folder of its texts. file: the file. stored: its tensors, by the source's names."""
+    """An opened GGUF file. path: the folder of its texts. stored: its tensors, by the source's names."""
 
     file: Path
     read: GGUF = field(repr=False)
@@ -113,7 +112,9 @@ class GGUFSource(Source):
             raise SourceError(f"{self.file}: {err}") from err
         if not np.isfinite(array).all():
             inside = " (or are not below 0, as A has to be)" if stored.form.exp else ""
-            raise SourceError(f"{self.file}: tensor {shown(stored.parts[0].name)} holds values that are not finite{inside}")
+            raise SourceError(
+                f"{self.file}: tensor {shown(stored.parts[0].name)} holds values that are not finite{inside}"
+            )
         return array
 
     @cached_property
@@ -165,9 +166,7 @@ def _is_whole_model(read: GGUF) -> None:
         raise SourceError(f"{read.file} is of the type {shown(str(kind))}, not a model")
 
 
-def _stored(
-    read: GGUF, names: Mapping[str, tuple[str, Form]], top: Mapping[str, str], layer: str
-) -> dict[str, Stored]:
+def _stored(read: GGUF, names: Mapping[str, tuple[str, Form]], top: Mapping[str, str], layer: str) -> dict[str, Stored]:
     """Return the tensors by the source's names. Raises SourceError naming one that is unknown or not read."""
     order = {own: place for place, own in enumerate(names)}
     found: dict[str, list[tuple[int, Listed, Form]]] = {}

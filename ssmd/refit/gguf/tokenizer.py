@@ -122,7 +122,9 @@ def vocabulary_of(read: GGUF) -> Vocabulary:
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise SourceError(f"{read.file}: tokenizer.ggml.token_type does not have one number for each token")
     if odd := next((k for k in kinds if k not in (NORMAL, CONTROL, USER_DEFINED, UNUSED)), None):
-        raise SourceError(f"{read.file}: a token is of type {str(odd)[:20]}, which a byte-level vocabulary does not have")
+        raise SourceError(
+            f"{read.file}: a token is of type {str(odd)[:20]}, which a byte-level vocabulary does not have"
+        )
     padding = {i for i, k in enumerate(kinds) if k == UNUSED and tokens[i] == f"[PAD{i}]"}  # by the converter
     ids = {token: i for i, token in enumerate(tokens) if i not in padding}
     if len(ids) + len(padding) != len(tokens):
@@ -135,7 +137,9 @@ def vocabulary_of(read: GGUF) -> Vocabulary:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(i, tokens[i], k == CONTROL) for i, k in enumerate(kinds) if k in (CONTROL, USER_DEFINED)],
+        "added_tokens": [
+            _added(i, tokens[i], k == CONTROL) for i, k in enumerate(kinds) if k in (CONTROL, USER_DEFINED)
+        ],
         "normalizer": {"type": "NFC"} if pre.nfc else None,
         "pre_tokenizer": pre.steps[0] if len(pre.steps) == 1 else {"type": "Sequence", "pretokenizers": pre.steps},
         "post_processor": _begins(tokens, special["bos"]) if bos is True and "bos" in special else None,
