@@ -84,6 +84,8 @@ def source_of(path: Path) -> Iterator[Source]:
     from ssmd.refit.gguf.source import GGUFSource
 
     if not path.is_file():
+        if path.suffix.lower() == ".gguf" and not path.exists():
+            raise BuildFailed(f"there is no file {path}; one on the hub is named as owner/name:FILE")
         _one_gguf(path)
         source = Source.open(path)
         family_of(source.config).parse(source.config)

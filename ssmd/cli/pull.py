@@ -115,7 +115,9 @@ def _pull(
     from ssmd.runtime.info import target_of
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
-    if folder is None and to is None and (on_hub := _ON_A_HUB.fullmatch(name)):
+    if folder is None and (on_hub := _ON_A_HUB.fullmatch(name)):
+        if to is not None:
+            fail("--to fetches a whole checkpoint, not one file of it: leave out --to, or the file's name", USAGE)
         folder, name = Path(name), Path(on_hub[2]).stem
     if to is not None and (folder is not None or runtime is not None or context is not None):
         fail("--to only fetches: leave out --from, --runtime and --context", USAGE)

@@ -74,10 +74,12 @@ def test_a_file_that_is_not_there_is_refused_by_name(hub: Mirror, tmp_path: Path
         f"has no file gone.gguf at main; its GGUF files: other.gguf, {FILE}\n"
         in pull(tmp_path, hub, "gone.gguf").stderr
     )
-    for name in ("../tiny.gguf", "a/b.gguf", "README.md", ".gguf"):
+    for name in ("../tiny.gguf", "README.md"):
         done = pull(tmp_path, hub, name)
         assert (done.returncode, done.stderr.count("\n")) == (1, 1)
         assert f"'{name}' is not a file's name for {NAME}: expected one as NAME.gguf, without folders" in done.stderr
+    done = run(tmp_path, hub, "pull", f"{NAME}:{FILE}", "--to", str(tmp_path / "to"))
+    assert (done.returncode, "--to fetches a whole checkpoint, not one file of it" in done.stderr) == (2, True)
     assert not hub.sent
     assert not list(tmp_path.glob("**/mine"))
 

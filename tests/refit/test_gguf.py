@@ -117,6 +117,7 @@ def test_weights_and_config_are_the_sources(artifacts: TinyArtifacts, name: str,
     original = Source.open(rounded(folder, tmp_path / "rounded", kind))
     family = family_of(original.config)
     assert family_of(read.config) is family
+    assert family.unread(read.config) == ()
     ours, theirs = (family.bindings(family.parse(s.config)) for s in (read, original))
     assert ours.keys() == theirs.keys()
     multiplied = name == "falcon-h1"  # rounded by the converter after the multiplier, so only nearly alike in Q8_0
@@ -349,6 +350,12 @@ def test_errors_name_the_file_and_leave_nothing(llama: Path, shelf: Path, tmp_pa
         raise ValueError(f"{read.path / 'tokenizer.json'} is wrong")
     assert {p.name for p in Path(tempfile.gettempdir()).glob(f"{making._TEXTS}*")} == before
     assert not (tmp_path / "models" / "mine").exists()
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    said = r"there is no file .*gone\.gguf; one on the hub is named as owner/name:FILE"
+    with pytest.raises(making.BuildFailed, match=said), making.source_of(tmp_path / "gone.gguf"):
+        pass
 
 
 def test_a_folder_of_files_asks_for_one(tmp_path: Path) -> None:

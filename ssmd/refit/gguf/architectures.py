@@ -217,8 +217,8 @@ def _llama(m: Metadata, family: str) -> dict[str, Any]:
         | {
             "intermediate_size": m.size("feed_forward_length"),
             "rms_norm_eps": m.number("attention.layer_norm_rms_epsilon"),
-            "mlp_bias": m.has("ffn_up.bias"),
         }
+        | ({} if family == "qwen3" else {"mlp_bias": m.has("ffn_up.bias")})
     )
 
 

@@ -66,7 +66,6 @@ class GGUFSource(Source):
                 value = repr(read.fields[f"{name}.{unknown[0]}"])[:60]
                 raise SourceError(f"{file}: {name}.{shown(unknown[0])[1:-1]} is {value}, which is not supported")
             vocabulary = vocabulary_of(read)
-            config |= {f"{kind}_token_id": token for kind, token in vocabulary.special.items()}
             stored = _stored(read, architecture.names(config), architecture.top, architecture.layer)
         except SourceError:
             raise

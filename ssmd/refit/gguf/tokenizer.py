@@ -86,14 +86,13 @@ PRE: Mapping[str, PreTokenizer] = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A file's tokenizer and what belongs to it. special: ids by SPECIAL, special_texts: their texts.
+    """A file's tokenizer and what belongs to it. special_texts: of the tokens that SPECIAL names.
 
     stops: ids that end an answer. sampling: fields of a generation_config.json.
     """
 
     tokenizer_json: bytes = field(repr=False)
     chat_template: str | None = field(repr=False)
-    special: Mapping[str, int]
     special_texts: Mapping[str, str]
     stops: tuple[int, ...]
     sampling: Mapping[str, Any]
@@ -166,7 +165,6 @@ def vocabulary_of(read: GGUF) -> Vocabulary:
     return Vocabulary(
         tokenizer_json=json.dumps(whole, ensure_ascii=False).encode(),
         chat_template=template,
-        special=special,
         special_texts={kind: tokens[i] for kind, i in special.items()},
         stops=tuple(sorted(ends)),
         sampling={name: value for name, value in given.items() if isinstance(value, int | float)},
