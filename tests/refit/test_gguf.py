@@ -270,6 +270,8 @@ def test_lineage_is_the_files_own(artifacts: TinyArtifacts, llama: Path, tmp_pat
     named = write_gguf(source, tmp_path / "b.gguf", change=lambda w: w.add_name("another"))
     assert opened(named).lineage == first
     assert opened(write_gguf(source, tmp_path / "c.gguf", "F16")).lineage != first
+    turned = scaled(source, tmp_path / "turned", tiny.LLAMA["rope_parameters"] | {"rope_theta": 5e5})
+    assert opened(write_gguf(turned, tmp_path / "e.gguf")).lineage != first
     data = bytearray(llama.read_bytes())
     data[-40] ^= 1
     (tmp_path / "d.gguf").write_bytes(data)
