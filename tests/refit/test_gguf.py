@@ -374,7 +374,9 @@ def test_a_folder_of_files_asks_for_one(tmp_path: Path) -> None:
 def field(name: str, value: Any) -> Callable[[gguf.GGUFWriter], object]:
     def change(writer: gguf.GGUFWriter) -> None:
         kind = gguf.GGUFValueType.get_type(value)
-        writer.add_key_value(name, value, kind)
+        if kind == gguf.GGUFValueType.FLOAT32 and abs(value) > 3e38:
+            kind = gguf.GGUFValueType.FLOAT64
+        writer.kv_data[0][name] = gguf.GGUFValue(value, kind)
 
     return change
 
@@ -393,6 +395,8 @@ def field(name: str, value: Any) -> Callable[[gguf.GGUFWriter], object]:
         ),
         (field("llama.rope.dimension_count", 8), "rope.dimension_count is 8, expected 16, all of a head"),
         (field("llama.attention.causal", False), "attention.causal is False, expected true"),
+        (field("llama.rope.freq_base", 1e39), "rope.freq_base is 1e+39, expected a positive number"),
+        (field("llama.rope.freq_base", -1.0), "rope.freq_base is -1.0, expected a positive number"),
         (field("split.count", 3), "is one of several parts of a model: join them first"),
         (field("general.type", "mmproj"), "is of the type 'mmproj', not a model"),
         (field("tokenizer.ggml.eot_token_id", 384), "tokenizer.ggml.eot_token_id is 384, of 384 tokens"),

@@ -25,6 +25,7 @@ from ssmd.model.rope import Llama3Scaling
 from ssmd.model.source import SourceError
 
 MAX_LAYERS = 4096
+MAX_NUMBER = float(np.finfo(np.float32).max)
 # Fields without effect here: what llama.cpp itself needs, or what only another field would bring into use.
 NEUTRAL = {
     *("vocab_size", "attention.layer_norm_epsilon", "expert_used_count", "expert_group_count"),
@@ -76,7 +77,7 @@ class Metadata:
     def number(self, name: str, default: float | None = None) -> float:
         """Read a positive number, with the fewest digits of its float32; 0 means the default. Raises SourceError."""
         value = self.get(name) or default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             raise self.wrong(name, value, "a positive number")
         return float(str(np.float32(value)))
 
