@@ -18,6 +18,7 @@ import pytest
 import tiny
 import vocabularies
 from conftest import TinyArtifacts
+from forked import DaemonProcess
 from gguffiles import rounded, write_gguf
 from refitting import stripped
 from safetensors.numpy import load_file, save_file
@@ -183,6 +184,20 @@ def test_logits_are_transformers_of_the_same_values(artifacts: TinyArtifacts, sh
     np.testing.assert_allclose(np.stack(found), expected, atol=2e-5 * np.abs(expected).max())
     exact = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     assert not np.array_equal(exact, load_file(tmp_path / "rounded" / "model.safetensors")["model.embed_tokens.weight"])
+
+
+def test_a_killed_daemon_goes_on_with_a_pulled_file(artifacts: TinyArtifacts, shelf: Path, tmp_path: Path) -> None:
+    file = write_gguf(artifacts.source("granite-f32"), tmp_path / "tiny.gguf", "Q4_1")
+    assert pull(tmp_path, "mine", "--from", str(file)).exit_code == 0
+    first = [{"role": "user", "content": "Tell me a story about a river and a bridge."}]
+    with DaemonProcess(tmp_path / "models" / "mine" / "litert-cpu-f32", tmp_path / "daemon") as daemon:
+        reply = daemon.chat(first, max_tokens=16)
+        daemon.kill()
+        daemon.start()
+        said = [*first, {"role": "assistant", "content": reply.text}, {"role": "user", "content": "And then?"}]
+        again = daemon.chat(said, max_tokens=4)
+    assert (again.session, again.usage["ssmd"]["resume"]) == (reply.session, "exact")
+    assert again.usage["prompt_tokens_details"]["cached_tokens"] >= reply.usage["prompt_tokens"]
 
 
 def test_a_hybrid_without_mamba_layers_is_granite(tmp_path: Path) -> None:
