@@ -200,12 +200,11 @@ def _unknown(model: str, models_dir: Path) -> NoReturn:
 
 
 def a_file(path: Path) -> str:
-    """Return the reason why a file is not a model: source checkpoints and artifacts are folders."""
-    from ssmd.model.formats import INSTEAD
+    """Return the reason why a file is not a model: artifacts are folders, and so are sources other than GGUF."""
     from ssmd.model.gguf import is_gguf
 
     if is_gguf(path):
-        return f"{path} is a file; {INSTEAD['*.gguf']}"
+        return f"{path} is a GGUF file: make a model of it first, with a name of your own: ssmd pull NAME --from {path}"
     return f"{path} is a file, and a model is a folder"
 
 

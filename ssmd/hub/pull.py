@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_m
 RECORD = "pulled.json"  # in the folder: its origin, its commit, the files' hashes
 REVISIONS = "revisions.json"  # beside the folders: the commit of each branch or tag when it was pulled
 OFFLINE = "--offline, SSMD_OFFLINE or HF_HUB_OFFLINE"  # one of them is set; it is not known here which one
+GGUF_FOLDER, GGUF_NAME = "gguf", re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.gguf")
+MAX_SHOWN = 20  # names of files in a message
 MAX_SHARDS = 2000  # files of weights; the largest models have some 200
 
 
@@ -97,6 +100,42 @@ def pull(
     if to is None:
         _remember(home, revision, listing.commit)
     return PulledSource(name, revision, listing.commit, folder, {f.name: f.size for f in files}, fetched=True)
+
+
+def pull_file(
+    name: str, file: str, revision: str, data_dir: Path, progress: Progress, *, offline: bool = False
+) -> PulledSource:
+    """Download one GGUF file of the present commit of `revision` of `name`, unless it is there; `path` is the file.
+
+    Files are in <data dir>/sources/<owner>--<name>/gguf/<commit>/, and incomplete ones in a hidden folder beside it.
+    Raises HubError. Then no such file is there, and downloaded bytes are kept for the next call.
+    """
+    home = _home(name, data_dir) / GGUF_FOLDER
+    if not GGUF_NAME.fullmatch(file):
+        raise HubError(f"{file[:80]!r} is not a file's name for {name}: expected one as NAME.gguf, without folders")
+    if offline or hub.offline():
+        commit = revision if COMMIT.fullmatch(revision) else _revisions(home).get(revision, "")
+        place = home / commit / file
+        if not commit or not place.is_file():
+            raise HubError(f"{file} of {name} at {revision!r} is not here and {OFFLINE} forbids fetching it")
+        return PulledSource(name, revision, commit, place, {file: place.stat().st_size}, fetched=False)
+    listing = hub.listing(name, revision)
+    if file not in listing.entries:
+        there = sorted(n for n in listing.entries if GGUF_NAME.fullmatch(n))
+        shown = ", ".join(there[:MAX_SHOWN]) + (" and more" if len(there) > MAX_SHOWN else "")
+        raise HubError(f"{name} has no file {file} at {revision}; its GGUF files: {shown or 'none'}")
+    listed = listing.file(file)
+    place = home / listing.commit / file
+    found = place.is_file() and place.stat().st_size == listed.size
+    if not found:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.parent.with_name(f".{listing.commit}.partial")
+        with held(partial, name):
+            _room([listed], partial)
+            download(listing, listed, partial / file, progress)
+            (partial / file).replace(place)
+    _remember(home, revision, listing.commit)
+    return PulledSource(name, revision, listing.commit, place, {file: listed.size}, fetched=not found)
 
 
 def nbytes_of(name: str, revision: str) -> int:

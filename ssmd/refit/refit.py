@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -86,8 +85,9 @@ def differences_text(differing: Differences) -> str:
 def differences(header: Header, config: Mapping[str, Any]) -> Differences:
     """Return the fields by which a config.json does not fit a graph, with its value and the graph's.
 
-    Fields that the family does not read do not count, nor does the model's context if a prefill fits into it. Raises
-    FamilyError if the config's family is not supported.
+    A graph executes a plan. Fields that only change how weights are made do not count, as Falcon-H1's multipliers. Nor
+    do those that the family does not read, nor the model's context if a prefill fits into it. Raises FamilyError if the
+    config's family is not supported.
     """
     family, wanted = family_of(header.config), stable(header.config)
     if config.get("model_type") != header.family:
@@ -96,7 +96,7 @@ def differences(header: Header, config: Mapping[str, Any]) -> Differences:
 
     def function(fields: Mapping[str, Any]) -> object:
         parsed = family.parse(fields)
-        return _rounded(asdict(replace(parsed, max_position=min(parsed.max_position, least))))
+        return min(parsed.max_position, least), _rounded(family.plan(parsed))
 
     here = function(wanted)
     if function(config) == here:
@@ -150,7 +150,7 @@ def _least(header: Header) -> int:
 
 def _rounded(value: object) -> object:
     """Round all numbers of a value to float32, as a graph holds them."""
-    if isinstance(value, BaseModel):  # a mixer
+    if isinstance(value, BaseModel):
         value = value.model_dump()
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}

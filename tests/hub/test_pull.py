@@ -562,14 +562,16 @@ def test_an_unknown_name_lists_those_that_can_be_pulled(hub: Mirror, tmp_path: P
 
 
 @pytest.mark.parametrize("command", ["run {} hi", "serve {}", "build {}", "pull tiny --from {}"])
-def test_a_gguf_file_is_told_as_a_folder_is(command: str, hub: Mirror, tmp_path: Path) -> None:
-    """Before anything is installed, or fetched, for it."""
+def test_a_file_is_told_what_it_is(command: str, hub: Mirror, tmp_path: Path) -> None:
+    """Before anything is installed, or fetched, for it. A GGUF file is a source, but no model."""
     (tmp_path / "x.gguf").touch()
     (tmp_path / "y").write_bytes(b"GGUF\x03\0\0\0")
     (tmp_path / "z").write_bytes(b"a text")
-    for name in ("x.gguf", "y"):
+    for name, why in (("x.gguf", "it is not a GGUF file"), ("y", "it ends at byte 8, within its header")):
         said = refused(tmp_path, hub, *command.format(tmp_path / name).split())
-        assert f"{name} is a file; it is in GGUF: take the checkpoint that it was made from, in safetensors" in said
+        if command.startswith(("run", "serve")):
+            why = f"{name} is a GGUF file: make a model of it first, with a name of your own: ssmd pull NAME --from "
+        assert why in said
     assert "z is a file, and a model is a folder" in refused(tmp_path, hub, *command.format(tmp_path / "z").split())
 
 
@@ -583,7 +585,8 @@ def test_build_refuses_before_it_asks_for_packages(hub: Mirror, source: Path, tm
     def said(path: Path) -> str:
         return commands.ssmd("build", str(path), env=env, before=without).stderr
 
-    assert "has no config.json; it is in GGUF" in said(folder)
+    assert "has no config.json, but GGUF files (x.gguf): name the file, not its folder" in said(folder)
+    assert "it is not a GGUF file" in said(folder / "x.gguf")
     assert "config.json" in said(folder / "sub")
     other = shutil.copytree(source, tmp_path / "other")
     (other / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
