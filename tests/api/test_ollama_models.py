@@ -1,4 +1,4 @@
-"""Ollama's discovery: version, tags, show, ps; names with tags; pulls and removals; recorded requests of clients."""
+"""Ollama's discovery: version, tags, show, ps; names with tags; pulls and removals; requests in the shapes of clients."""
 
 from __future__ import annotations
 
@@ -383,7 +383,8 @@ def tiny(artifacts: TinyArtifacts) -> Iterator[Daemon]:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_recorded_request_is_answered(tiny: Daemon, client: str) -> None:
+def test_a_request_in_a_clients_shape_is_answered(tiny: Daemon, client: str) -> None:
+    """ollama-python's shape was recorded; the others were written by what is known of these programs."""
     path, body = CLIENTS[client]
     asked = {**body, "model": f"{tiny.model}:latest"}
     asked["options"] = {**(body.get("options") or {}), "num_predict": 4, "logit_bias": NO_END}

@@ -1,8 +1,8 @@
 """Positions at which states of a prompt are kept, beside the ends of its system prompt, of itself and of its answer.
 
 A later prompt may part from this one anywhere, and a recurrent state cannot be cut back. So some states are kept inside
-a prompt: at the end of its tools and of each system message; at the point where it parts from an earlier one, as a
-third one may part there too; and on a widening grid. All these positions are multiples of the program's grid, where
+a prompt: at the end of its tools and of its first system messages; at the point where it parts from an earlier one, as
+a third one may part there too; and on a widening grid. All these positions are multiples of the program's grid, where
 prefill stops in any case: no result depends on them.
 """
 

@@ -271,7 +271,7 @@ class Planner:
         if not head and not request.given.tools:
             said = "there is no system message and no tool at the beginning, so there is nothing to keep warm"
             raise Rejection(said, param="messages")
-        text, ids = self._begin(request, len(head), now)
+        text, ids = self._begin(request, head, now)
         return head, text, ids, self._parts(request, ids, now)
 
     def _stored_head(self, store: Store, session: str) -> tuple[str, tuple[Message, ...], str, Line]:

@@ -128,7 +128,7 @@ checkpoint = Table(
     Column("kind", String(8), nullable=False),
     Column("digest", LargeBinary(32), nullable=False),  # over all segments and pieces that it is made of
     Column("recurrent_nbytes", BigInteger, nullable=False),  # its pieces
-    Column("rows_nbytes", BigInteger, nullable=False),  # the segments that came with it
+    Column("rows_nbytes", BigInteger, nullable=False),  # segments that came with it, or with parents that are gone
     Column("created_at", BigInteger, nullable=False),
     Column("last_used_at", BigInteger, nullable=False),
     UniqueConstraint("key", "build", "origin", "owner"),

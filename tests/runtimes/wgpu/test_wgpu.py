@@ -665,7 +665,12 @@ def test_bench_explains_its_forms_and_measures_anew(
     other = file.with_name(f"{file.name[:24]}-0123456789abcdef.json")
     other.write_text("another adapter's")
     measured, counts = tuning.measured, list[int]()
-    monkeypatch.setattr(tuning, "measured", lambda *given: counts.append(1) or measured(*given))
+
+    def counted(*given: Any) -> tuning.Tuning:
+        counts.append(1)
+        return measured(*given)
+
+    monkeypatch.setattr(tuning, "measured", counted)
     again = CliRunner().invoke(app, [*command[:-2], "--retune"])
     assert again.exit_code == 0, again.output
     assert len(counts) == 1, "its second load reads them"
