@@ -1,4 +1,4 @@
-"""Ollama's discovery: version, tags, show, ps; names with tags; pulls and removals; requests in the shapes of clients."""
+"""Ollama's discovery: version, tags, show, ps; names with tags; pulls, removals; requests in clients' shapes."""
 
 from __future__ import annotations
 

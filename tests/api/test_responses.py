@@ -276,7 +276,7 @@ def test_a_conversation_goes_on_by_its_items(tiny: Daemon) -> None:
     assert (row["prompt_tokens"], row["cached_tokens"]) == (second["usage"]["input_tokens"], cached(second["usage"]))
 
 
-def test_one_conversation_goes_through_three_protocols(tiny: Daemon) -> None:
+def test_one_conversation_goes_through_all_protocols(tiny: Daemon) -> None:
     """With a call, its result and reasoning, each turn over another protocol."""
     said = f"<think>\nhm\n</think>\n\nI look.\n{CALL}"
     scripted(tiny, said)
@@ -345,6 +345,31 @@ def test_one_conversation_goes_through_three_protocols(tiny: Daemon) -> None:
     assert fifth["ssmd"]["session"] == fourth["ssmd"]["session"]
     assert fifth["ssmd"]["resume"] == "exact"
     assert fifth["prompt_tokens_details"]["cached_tokens"] >= fourth["input_tokens"] - 1
+    quiet(tiny)
+
+    arguments = json.loads(call["function"]["arguments"])
+    mine = [{"function": {"name": call["function"]["name"], "arguments": arguments}}]
+    ollama = [
+        *asked[:2],
+        {"role": "assistant", "content": "I look.", "thinking": "hm", "tool_calls": mine},
+        {"role": "tool", "tool_name": call["function"]["name"], "content": "12 degrees"},
+        *asked[4:],
+        {"role": "assistant", "content": "Mild."},
+        user("And Nice?"),
+    ]
+    scripted(tiny, "Hot.")
+    body = {
+        "model": tiny.model,
+        "messages": ollama,
+        "tools": CHAT_TOOLS,
+        "stream": False,
+        "options": {"num_predict": 300},
+    }
+    sixth = tiny.served.ask("POST", "/api/chat", {**body, "stream": False}).json
+    assert sixth["message"]["content"] == "Hot."
+    assert sixth["ssmd"]["session"] == fifth["ssmd"]["session"]
+    assert sixth["ssmd"]["resume"] == "exact"
+    assert sixth["ssmd"]["cached_tokens"] >= fifth["prompt_tokens"] - 1
 
 
 def test_reasoning_comes_back_coded(tiny: Daemon) -> None:
