@@ -21,6 +21,7 @@ from keeping import whole as whole_of
 from sqlalchemy import delete, select
 
 from ssmd.engine.engine import Engine
+from ssmd.engine.persist import persistence
 from ssmd.engine.persist.persistence import Persistence
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.sampler import Sampler
@@ -336,3 +337,19 @@ def test_no_row_of_words_that_were_left_out_serves(artifacts: TinyArtifacts, tmp
             control.shutdown(0)
             assert second.usage.cached_tokens > 0
             assert (second.text, second.logprobs) == (expected.text, expected.logprobs)
+
+
+def test_a_second_look_up_takes_no_fewer_rows(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier prompt shares more than any state that is left: the rows of a longer state serve all the same."""
+    system = Message("system", "You keep the lighthouse at the end of the pier. " * 2)
+    story = "The fog came in at nine and the keeper lit the lamp. " * 3
+    with program_of(artifacts, "llama-f32") as loaded, engine_of(*loaded, tmp_path / "data") as (engine, store):
+        ask(engine, system, user(story + "Who rang the bell?"), max_tokens=4)
+        give_up(store, "prefix")
+        said = system, user(story + "When did the fog come?")
+        once = ask(engine, *said, store=False)
+        monkeypatch.setattr(persistence, "ALIKE", 0)
+        assert ask(engine, *said, store=False).usage.cached_tokens == once.usage.cached_tokens
+        assert once.usage.cached_tokens > len(story) // 4
