@@ -427,9 +427,13 @@ class _WarmStore(_TurnStore):
 
     def restored(self) -> RestoredState | None:
         found = super().restored()
-        if found is not None and found.handle is not None and found.position == self._prompt.system:
-            self._parent = (None, 0)  # the stored one is linked to the turn too
-            self._keep_end(found.handle)
+        if found is None or found.handle is None or found.position != self._prompt.system:
+            return found
+        self._parent = (None, 0)  # the stored one is linked to the turn too
+        if found.resume != "exact":  # its own state is to be this build's
+            self._by._program.release(found.handle)
+            return RestoredState(None, 0, "none", self._prompt)
+        self._keep_end(found.handle)
         return found
 
     def prefilled(self, handle: Handle, position: int, read_ms: float) -> None:
