@@ -205,6 +205,30 @@ def test_a_cancelled_reading_is_handed_on(
     assert answers[0].usage.cached_tokens > 0
 
 
+def test_states_of_a_follower_outlive_a_cancelled_reading(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They grow from states that no turn links to. Those are swept only when the follower has ended."""
+    engine, talk = OwnEngine(*loaded, store), (SYSTEM, user("Who is there?"))
+    writer = engine.writer
+    assert writer is not None
+    first, second = Asked(engine, *talk), Asked(engine, *talk, max_tokens=4)
+
+    def sweep() -> None:
+        writer.flush()
+        store.sweep(keep=writer._ahead)
+
+    held_at(loaded[1], monkeypatch, 6, first.generation.cancel)
+    held_at(loaded[1], monkeypatch, 7, sweep)
+    engine.start()
+    answer = second.answer()
+    assert answer.usage.cached_tokens > 0
+    assert answer.usage.state_stored
+    writer.flush()
+    assert not writer._ahead
+    engine.shutdown(0)
+
+
 def test_a_failed_reading_leaves_the_others(
     stopped: OwnEngine, loaded: tuple[Artifact, Program], control: OwnEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,7 +225,8 @@ def test_a_state_of_another_build_is_read_anew(
     """Its bits may be others. It is not kept as one of this build, also if it is found by the second look-up."""
     artifact, program = loaded
     long = Message("system", SYSTEM.content * 2)
-    older = OwnEngine(replace(artifact, manifest=artifact.manifest.model_copy(update={"build": "older"})), program, store)
+    other = replace(artifact, manifest=artifact.manifest.model_copy(update={"build": "older"}))
+    older = OwnEngine(other, program, store)
     older.start()
     warmed(older, long)
     older.shutdown(0)
