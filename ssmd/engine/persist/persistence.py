@@ -250,8 +250,7 @@ class _TurnStore(GenerationStore):
         self._origin = found.origin
         if found.build == self._by._build and found.seal == self._seal:
             self._parent = (found.id, found.position)
-            if not found.linked:
-                self._hold(found.id)
+            self._hold(found.id)  # of any kind: the request that made it may never make a turn
         self._by.count_warm(found)
         exact = found.is_exact(self._by._build, self._by._program.producer)
         return RestoredState(loaded.handle, found.start, "exact" if exact else "portable", self._prompt)
