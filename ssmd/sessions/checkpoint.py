@@ -46,7 +46,6 @@ class StoredCheckpoint:
     build: str
     producer: str
     origin: str | None
-    linked: bool = True  # False for one that may belong to no turn: a commit of another request may remove it
     seal: Seal | None = None  # with which it was sealed
     # A checkpoint that grew from this one with other ids at its end, and how many of its rows serve: more than
     # `position`. Only for states that are rows alone.

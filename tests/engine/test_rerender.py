@@ -18,8 +18,10 @@ from engines import OwnEngine
 from forked import DaemonProcess
 from keeping import open_store
 from keeping import whole as whole_of
+from sqlalchemy import delete, select
 
 from ssmd.engine.engine import Engine
+from ssmd.engine.persist import persistence
 from ssmd.engine.persist.persistence import Persistence
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.sampler import Sampler
@@ -27,6 +29,7 @@ from ssmd.model.artifact import Artifact
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.line import Passage
+from ssmd.sessions.rows.schema import checkpoint, turn_checkpoint
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
@@ -239,7 +242,7 @@ def test_a_request_goes_first(
     program = loaded[1]
     with engine_of(*loaded, tmp_path / "data") as (engine, store):
         sampling = endless(loaded)
-        whole = ask(engine, QUESTION, max_tokens=200, sampling=sampling)  # from now on the question is not fed
+        whole = ask(engine, QUESTION, max_tokens=120, sampling=sampling)  # from now on the question is not fed
         stop = whole.text[-20:-8]
         fed: list[list[int]] = []
         reached, go_on, prefill = threading.Event(), threading.Event(), program.prefill
@@ -299,3 +302,54 @@ def test_killed_after_the_rerender(model: str, artifacts: TinyArtifacts, tmp_pat
         assert after.usage["prompt_tokens_details"]["cached_tokens"] == len(turn.ids)
         assert after.usage["prompt_tokens"] - len(turn.ids) <= len(NEXT.content) + TEMPLATE_TOKENS
         assert after.usage["ssmd"]["resume"] == "exact"
+
+
+OPENING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    f"{'The keeper thinks of the lamp, of the fog and of every ship that came in. ' * 2}"
+    "{% endif %}"
+)
+
+
+def give_up(store: Store, kind: str) -> None:
+    """Remove the states of a kind, as retention thins them out."""
+    with store.writing() as connection:
+        numbers = list(connection.scalars(select(checkpoint.c.id).where(checkpoint.c.kind == kind)))
+        connection.execute(delete(turn_checkpoint).where(turn_checkpoint.c.checkpoint.in_(numbers)))
+    store.drop_loose(numbers)
+
+
+def test_no_row_of_words_that_were_left_out_serves(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """A template opens each answer with words that it leaves out later. Then the client changes the answer's end."""
+    with program_of(artifacts, "llama-f32") as loaded:
+        artifact = with_template(loaded[0], tmp_path / "artifact", OPENING)
+        system, sampling = Message("system", "You keep the lighthouse at the end of the pier. " * 2), endless(loaded)
+        with engine_of(artifact, loaded[1], tmp_path / "data") as (engine, store):
+            first = ask(engine, system, QUESTION, max_tokens=120, sampling=sampling)
+            soon(lambda: "thinks" not in store.turns(str(first.usage.session))[0].text.own)
+            give_up(store, "prefix")
+            edited = answered(first.text[:-8] + " and so on"), NEXT
+            second = ask(engine, system, QUESTION, *edited, sampling=sampling)
+            control = OwnEngine(artifact, loaded[1], None)
+            control.start()
+            expected = ask(control, system, QUESTION, *edited, sampling=sampling)
+            control.shutdown(0)
+            assert second.usage.cached_tokens > 0
+            assert (second.text, second.logprobs) == (expected.text, expected.logprobs)
+
+
+def test_a_second_look_up_takes_no_fewer_rows(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier prompt shares more than any state that is left: the rows of a longer state serve all the same."""
+    system = Message("system", "You keep the lighthouse at the end of the pier. " * 2)
+    story = "The fog came in at nine and the keeper lit the lamp. " * 3
+    with program_of(artifacts, "llama-f32") as loaded, engine_of(*loaded, tmp_path / "data") as (engine, store):
+        ask(engine, system, user(story + "Who rang the bell?"), max_tokens=4)
+        give_up(store, "prefix")
+        said = system, user(story + "When did the fog come?")
+        once = ask(engine, *said, store=False)
+        monkeypatch.setattr(persistence, "ALIKE", 0)
+        assert ask(engine, *said, store=False).usage.cached_tokens == once.usage.cached_tokens
+        assert once.usage.cached_tokens > len(story) // 4

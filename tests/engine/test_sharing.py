@@ -205,6 +205,61 @@ def test_a_cancelled_reading_is_handed_on(
     assert answers[0].usage.cached_tokens > 0
 
 
+def test_states_of_a_follower_outlive_a_cancelled_reading(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They grow from states that no turn links to. Those are swept only when the follower has ended."""
+    engine, talk = OwnEngine(*loaded, store), (SYSTEM, user("Who is there?"))
+    writer = engine.writer
+    assert writer is not None
+    first, second = Asked(engine, *talk), Asked(engine, *talk, max_tokens=4)
+
+    def sweep() -> None:
+        writer.flush()
+        store.sweep(keep=writer._ahead)
+
+    held_at(loaded[1], monkeypatch, 6, first.generation.cancel)
+    held_at(loaded[1], monkeypatch, 7, sweep)
+    engine.start()
+    answer = second.answer()
+    assert answer.usage.cached_tokens > 0
+    assert answer.usage.state_stored
+    writer.flush()
+    assert not writer._ahead
+    engine.shutdown(0)
+
+
+def test_a_published_system_prompt_is_held_too(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that read it was cancelled, so that no turn links to it."""
+    monkeypatch.setattr(sharing, "SHARED", CELL)
+    engine, later = OwnEngine(*loaded, store), list[Asked]()
+    system = Message("system", SYSTEM.content[: len(SYSTEM.content) // 2])
+    writer = engine.writer
+    assert writer is not None
+
+    def sweep() -> None:
+        writer.flush()
+        store.sweep(keep=writer._ahead)
+
+    def follow() -> None:
+        later.append(Asked(engine, system, user("Who else is there? " * 4), max_tokens=4))
+
+    first = Asked(engine, system, user("Who is there, and who was there before? " * 6))
+    held_at(loaded[1], monkeypatch, 5, follow)
+    held_at(loaded[1], monkeypatch, 6, first.generation.cancel)
+    held_at(loaded[1], monkeypatch, 8, sweep)
+    engine.start()
+    first.answer()
+    answer = later[0].answer()
+    assert answer.usage.cached_tokens > 2 * CELL
+    assert answer.usage.state_stored
+    writer.flush()
+    assert not writer._ahead
+    engine.shutdown(0)
+
+
 def test_a_failed_reading_leaves_the_others(
     stopped: OwnEngine, loaded: tuple[Artifact, Program], control: OwnEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,24 @@ def test_no_conversation_goes_on_from_its_turn(engine: OwnEngine, store: Store) 
     answer = ask(engine, SYSTEM, Message("assistant", ""), user("Who is there?"))
     assert answer.usage.session != done.usage.session
     assert store.warm()[0].session.turns == 1
+
+
+def test_a_state_of_another_build_is_read_anew(
+    loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bits may be others. It is not kept as one of this build, also if it is found by the second look-up."""
+    artifact, program = loaded
+    long = Message("system", SYSTEM.content * 2)
+    other = replace(artifact, manifest=artifact.manifest.model_copy(update={"build": "older"}))
+    older = OwnEngine(other, program, store)
+    older.start()
+    warmed(older, long)
+    older.shutdown(0)
+    engine, fed = OwnEngine(*loaded, store), list[int]()
+    engine.start()
+    monkeypatch.setattr(program, "prefill", counting(program.prefill, fed))
+    done = warmed(engine, long, name="anew")
+    assert sum(fed) == done.usage.prompt_tokens - 1
+    assert done.usage.resume == "none"
+    assert ask(engine, long, user("Who?")).usage.resume == "exact"
+    engine.shutdown(0)

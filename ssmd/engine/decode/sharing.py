@@ -158,7 +158,7 @@ def common(one: Prompt, other: Prompt, cell: int) -> int:
 
 def _found(g: Generation) -> int:
     found = g.prompt.found
-    return 0 if found is None else found.position
+    return 0 if found is None else found.start
 
 
 def _read(g: Generation) -> int:

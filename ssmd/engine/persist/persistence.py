@@ -196,7 +196,9 @@ class _TurnStore(GenerationStore):
         self._parent: tuple[int | NewCheckpoint | None, int] = (None, 0)
         self._origin: str | None = None  # set if the state came from an import: states that grow from it have it too
         self._turns: list[Choice] = []
-        self._held: int | None = None  # a checkpoint that may belong to no turn, from which the next one grows
+        # A checkpoint of another request's, which may belong to no turn, and from which the next one grows.
+        self._lent: int | PendingCheckpoint | None = None
+        self._let_lent_go: Callable[[], None] = lambda: None
 
     @property
     def shareable(self) -> bool:
@@ -227,9 +229,13 @@ class _TurnStore(GenerationStore):
         if position in self._inside and above < position and other._pays((position - above) * read_ms):
             other.keep(other._save(handle, "prefix", other._prompt.ids.up_to(position)))
         other.publish()  # before the states that grow from them
-        self._parent = other._parent
-        if isinstance(self._parent[0], int):
-            self._hold(self._parent[0])
+        self._parent, grown = other._parent, other._parent[0]
+        if isinstance(grown, int):
+            self._hold(grown)
+        elif grown is not None:  # one of the other's own, or one that the other grows from itself
+            lent = next((one for one in other._checkpoints if one.checkpoint is grown), other._lent)
+            if lent is not None:
+                self._hold(lent)
 
     def ready(self) -> bool:
         return self._restoring is None or self._restoring.done()
@@ -244,15 +250,13 @@ class _TurnStore(GenerationStore):
         self._origin = found.origin
         if found.build == self._by._build and found.seal == self._seal:
             self._parent = (found.id, found.position)
-            if not found.linked:
-                self._hold(found.id)
+            self._hold(found.id)  # of any kind: the request that made it may never make a turn
         self._by.count_warm(found)
         exact = found.is_exact(self._by._build, self._by._program.producer)
         return RestoredState(loaded.handle, found.start, "exact" if exact else "portable", self._prompt)
 
-    def _hold(self, checkpoint: int) -> None:
-        self._held = checkpoint
-        self._by._writer.hold(checkpoint)
+    def _hold(self, checkpoint: int | PendingCheckpoint) -> None:
+        self._lent, self._let_lent_go = checkpoint, self._by._writer.hold(checkpoint)
 
     @property
     def _owner(self) -> str:
@@ -358,9 +362,8 @@ class _TurnStore(GenerationStore):
 
         The state of a prompt under way goes if all of the prompt was `read`. Otherwise it stays for a while.
         """
-        if self._held is not None:
-            self._by._writer.hold(self._held, -1)
-            self._held = None
+        self._let_lent_go()
+        self._lent, self._let_lent_go = None, lambda: None
         pending, self._progress = self._progress, None
         if read:
             self._by._writer.drop(pending)
@@ -427,9 +430,13 @@ class _WarmStore(_TurnStore):
 
     def restored(self) -> RestoredState | None:
         found = super().restored()
-        if found is not None and found.handle is not None and found.position == self._prompt.system:
-            self._parent = (None, 0)  # the stored one is linked to the turn too
-            self._keep_end(found.handle)
+        if found is None or found.handle is None or found.position != self._prompt.system:
+            return found
+        self._parent = (None, 0)  # the stored one is linked to the turn too
+        if found.resume != "exact":  # its own state is to be this build's
+            self._by._program.release(found.handle)
+            return RestoredState(None, 0, "none", self._prompt)
+        self._keep_end(found.handle)
         return found
 
     def prefilled(self, handle: Handle, position: int, read_ms: float) -> None:

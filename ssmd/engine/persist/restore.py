@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ssmd.engine.prompt.planner import Prompt
 from ssmd.model.state import StateError
+from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.domain import Domain
@@ -72,7 +73,10 @@ class Restorer:
             self._written()
             with contextlib.suppress(StoreError), self._store.of(domain).snapshot() as stored:
                 found, ids, stem = stored.resume(self._scope, prompt.ids, prompt.stem, session)
-                if found is not None:
+                # A raw prompt has no text; its prefill stops at no system prompt, so that its rows are others.
+                if found is not None and len(prompt.text) and not self._program.spec.recurrent:
+                    found = stored.lengthen(self._scope, found, ids, buckets.grid(self._program.buckets))
+                if found is not None and (prompt.found is None or found.start >= prompt.found.start):
                     prompt = replace(prompt.reaching(ids), found=found, stem=stem)
         loaded = self.load(prompt.found, prompt.ids, prompt.stem, session, domain)
         if loaded is not None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from ssmd.engine.decode.generation import Then
 from ssmd.engine.metrics import Metrics
@@ -459,15 +460,21 @@ class Writer:
 
         self._work.put(work)
 
-    def hold(self, checkpoint_id: int, times: int = 1) -> None:
-        """Keep a checkpoint that may belong to no turn from being removed. times: -1 to end that. From any thread."""
+    def hold(self, checkpoint: int | PendingCheckpoint) -> Callable[[], None]:
+        """Keep a checkpoint that may belong to no turn from being removed. Return the function that ends that.
 
-        def work() -> None:
-            self._ahead[checkpoint_id] += times
-            if self._ahead[checkpoint_id] <= 0:
-                del self._ahead[checkpoint_id]
+        One on its way into the store is kept if it is written by all earlier work. Both from any thread.
+        """
+        held: list[int] = []
 
-        self._work.put(work)
+        def begin() -> None:
+            number = checkpoint if isinstance(checkpoint, int) else checkpoint.stored
+            if number is not None:
+                held.append(number)
+                self._ahead[number] += 1
+
+        self._work.put(begin)
+        return partial(self._work.put, lambda: self._let_go(held))
 
     def abandon(self, checkpoints: Sequence[PendingCheckpoint]) -> None:
         """Forget checkpoints that get no turn."""
@@ -489,7 +496,10 @@ class Writer:
         self._work.put(work)
 
     def _forget(self, checkpoints: Sequence[PendingCheckpoint]) -> None:
-        for number in (p.stored for p in checkpoints if p.stored is not None):
+        self._let_go([p.stored for p in checkpoints if p.stored is not None])
+
+    def _let_go(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
             self._ahead[number] -= 1
             if not self._ahead[number]:
                 del self._ahead[number]

@@ -69,7 +69,7 @@ _USED = update(checkpoint).where(_c.id.in_(bindparam("some", expanding=True))).v
 _ROWS = segments_of(bindparam("checkpoint"), segment.c.id, segment.c.first, segment.c.last, segment.c.checksum)
 _IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
 _FITTING = (
-    select(_c.id, _c.key, _c.position, _c.kind, _c.build, _c.producer, _c.origin)
+    select(_c.id, _c.key, _c.position, _c.build, _c.producer, _c.origin)
     .where(_c.key.in_(bindparam("keys", expanding=True)), or_(_c.origin == "", _c.origin == _IMPORTED), seen(_c.owner))
     .order_by(_c.position.desc(), (_c.build == bindparam("build")).desc(), _c.origin)
 )
@@ -106,8 +106,8 @@ def find(
             rows = connection.execute(_FITTING, wanted).all()
         for row in rows:
             if row.id not in skip:
-                seal, linked = sealed_as[row.key], row.kind in ("system", "user", "turn")
-                return StoredCheckpoint(row.id, row.position, row.build, row.producer, row.origin or None, linked, seal)
+                seal, origin = sealed_as[row.key], row.origin or None
+                return StoredCheckpoint(row.id, row.position, row.build, row.producer, origin, seal)
         keys, batch = keys[:-batch], _BATCH
     return None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, literal, select
 
-from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
+from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, prefix_keys
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line
 from ssmd.sessions.match import Echo, continues
@@ -169,7 +169,7 @@ def reach(connection: Connection, ids: Line, stem: str | None, position: int) ->
 
 _CHILDREN = 4  # checkpoints that are compared with a prompt beyond the deepest that fits
 _LONGER = (
-    select(_k.id, _k.position)
+    select(_k.id, _k.position, _k.key)
     .where(
         *(_k.parent == bindparam("parent"), _k.position > bindparam("least")),
         _k.kind.in_(("system", "prefix", "user")),  # rows of a prompt: those of an answer were computed otherwise
@@ -193,7 +193,8 @@ def lengthen(
     """Return a checkpoint whose state is rows alone, with a longer one whose first rows serve the prompt too.
 
     Such rows end at a multiple of `cell`: up to there they have the bits of any prompt with these ids. The ids of a
-    longer one are those of its turn. Of those that grew from `found`, the _CHILDREN that were used last are compared.
+    longer one are those of its turn, unless that was rendered again with others. Of those that grew from `found`, the
+    _CHILDREN that were used last are compared.
     """
     at, last = found.position, len(ids) - 1
     if found.seal is not None or found.origin is not None or (last - at) < cell or at < ids.start:
@@ -207,14 +208,15 @@ def lengthen(
         if turn is None or not turn.sound or turn.lineage != scope.lineage:
             continue
         try:
-            theirs = reach(connection, turn.ids, turn.stem, at)[0].since(at)[: row.position - at]
+            line = reach(connection, turn.ids, turn.stem, at)[0]
         except StoreError:  # ids above it were altered
             continue
+        theirs = line.since(at)[: row.position - at]
         least = min(len(theirs), last - at)
         same = theirs[:least] == wanted[:least]
         end = at + (least if same.all() else int(same.argmin()))
         end -= end % cell
-        if end > best.start:
+        if end > best.start and prefix_keys(scope.layout, scope.lineage, line, [row.position]) == [row.key]:
             best = replace(found, longer=(row.id, end))
     return best
 
