@@ -173,6 +173,13 @@ def test_a_pull_tells_its_progress(three: Several, monkeypatch: pytest.MonkeyPat
     assert (whole.status, whole.json) == (200, {"status": "success"})
 
 
+@pytest.mark.parametrize("name", [":latest", ":", "@", "smollm2@litert", "x" * 4096, "../smollm2", "hf.co/a/b"])
+def test_a_name_that_cannot_be_pulled_is_refused(three: Several, name: str) -> None:
+    answer = three.ask("POST", "/api/pull", {"model": name})
+    assert answer.status == 400, answer.body
+    assert list(answer.json) == ["error"]
+
+
 def test_a_silent_pull_is_filled_with_spaces(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Script(monkeypatch, {"stage": "fetching"}, {"stage": "fetching"}, {"stage": "fetching"})
     with several(models, stream_comment=0.05) as one:
@@ -224,6 +231,16 @@ def test_one_runtime_of_a_model_is_removed(three: Several) -> None:
     assert three.ask("DELETE", "/api/delete", {"name": OTHER}).status == 200
     assert not path.exists()
     assert three.host.shelf.find("llama").id == LLAMA
+
+
+def test_no_model_is_removed_by_another_name_of_it(three: Several) -> None:
+    """Folders of several models have one name, such as litert-cpu-f32: each is found by it, none is removed."""
+    before = sorted(three.models.rglob("*"))
+    for model in three.host.shelf.models():
+        for name in (model.path.name, f"{model.path.name}:latest", f"{model.path.name}@{model.manifest.runtime}"):
+            answer = three.ask("DELETE", "/api/delete", {"model": name})
+            assert answer.status == 404, (name, answer.body)
+    assert sorted(three.models.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["..", "../data", "/etc", "granite/..", "granite\\..", ".", "", "~", "gran*"])

@@ -29,7 +29,7 @@ from daemon import Daemon, daemon, quiet
 from saying import Saying
 
 from ssmd.api.http.errors import IGNORED
-from ssmd.api.openai.responses import tools
+from ssmd.api.openai.responses import tools as response_tools
 from ssmd.api.openai.responses.lark import NoRegex, _Expansion, regex_of
 from ssmd.engine.terms import Rejection
 
@@ -179,20 +179,20 @@ def test_empty_parts_of_a_grammar_are_counted_once() -> None:
 def test_tools_beyond_the_most_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A body has room for a hundred thousand grammars."""
     read: list[str] = []
-    monkeypatch.setattr(tools, "_pattern", read.append)
+    monkeypatch.setattr(response_tools, "_pattern", read.append)
     form = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
     many = [{"type": "custom", "name": f"f{i}", "format": form} for i in range(1_000)]
     for given in (many, [{"type": "namespace", "name": "n", "tools": many}]):
         with pytest.raises(Rejection, match="at most 128 tools"):
-            tools.read_tools(given, set())
+            response_tools.read_tools(given, set())
     assert len(read) == 2 * 128
 
 
 def test_a_choice_among_too_many_tools_is_refused() -> None:
-    given = tools.read_tools([{"type": "function", "name": "f"}], set())
+    given = response_tools.read_tools([{"type": "function", "name": "f"}], set())
     listed = [{"type": "function", "name": "g"}] * 5_000
     with pytest.raises(Rejection, match="at most 1024 tools"):
-        tools.read_choice({"type": "allowed_tools", "mode": "required", "tools": listed}, None, given, set())
+        response_tools.read_choice({"type": "allowed_tools", "mode": "required", "tools": listed}, None, given, set())
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "web_search"}, "none"])

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ssmd.api.generate.delivery import ClientGone, Delivery, watched
 from ssmd.api.generate.fair_reading import client_of
 from ssmd.api.http import sse
+from ssmd.api.http.body import validate
 from ssmd.api.ollama.errors import LINES, error_body, line
 from ssmd.api.ollama.models import NameBody
 from ssmd.api.operation import Service
@@ -45,7 +46,7 @@ class Pull:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         body = await self._pool.body(request, OllamaPullBody)
-        wanted = PullBody(model=untagged(body.asked)[:200])
+        wanted = validate(PullBody, {"model": untagged(body.asked)[:200]})
         row = await self._pool.run(partial(pulls.begin, self._pulls, wanted), client_of(request))
         stream = sse.EventStream(send, self._stall_s, form=LINES)
         async with watched(receive) as delivery:
