@@ -30,6 +30,7 @@ from saying import Saying
 from serving import Answer
 
 from ssmd.config import Settings
+from ssmd.sessions.rows import database
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.turn import Turn
 
@@ -288,6 +289,46 @@ def test_a_response_outlives_the_session_of_its_fork(tiny: Daemon) -> None:
     quiet(tiny)
     again = response_of(ask(tiny, "b", "y", previous_response_id=first["id"], instructions="Be short."))
     assert again["usage"]["ssmd"]["resume"] == "exact"
+
+
+def test_a_deleted_response_with_a_fork_is_gone_as_well(tiny: Daemon) -> None:
+    """Its id goes; the text stays with both sessions, as the fork needs it."""
+    first = response_of(ask(tiny, "Kept " + LONG, "x"))
+    session = first["usage"]["ssmd"]["session"]
+    fork = tiny.served.ask("POST", f"/ssmd/v1/sessions/{session}/fork", {}).json["id"]
+    assert tiny.served.ask("DELETE", f"{RESPONSES}/{first['id']}").status == 200
+    assert gone(get(tiny, first["id"]))
+    assert gone(tiny.served.ask("DELETE", f"{RESPONSES}/{first['id']}"))
+    assert gone(ask(tiny, "b", previous_response_id=first["id"]))
+    assert said_in(tiny, session) == said_in(tiny, fork) == [[("user", "Kept " + LONG), ("assistant", "x")]]
+
+
+def test_a_response_that_comes_meanwhile_is_not_deleted(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = response_of(ask(tiny, "a", "x"))
+    quiet(tiny)
+    later: list[Fields] = []
+    writing = database.writing
+
+    def late(*given: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        later.append(response_of(ask(tiny, "b", "y", previous_response_id=first["id"])))
+        quiet(tiny)
+        return writing(*given, **more)
+
+    monkeypatch.setattr(database, "writing", late)
+    assert tiny.served.ask("DELETE", f"{RESPONSES}/{first['id']}").status == 200
+    assert gone(get(tiny, first["id"]))
+    assert text_of(get(tiny, later[0]["id"]).json) == "y"
+
+
+def test_a_retry_of_a_deleted_response_is_another_one(tiny: Daemon) -> None:
+    body, key = {"model": tiny.model, "input": "once more", "temperature": 0}, {"idempotency-key": "deleted"}
+    first = response_of(tiny.served.ask("POST", RESPONSES, body, key))
+    response_of(ask(tiny, "b", "y", previous_response_id=first["id"]))
+    assert tiny.served.ask("DELETE", f"{RESPONSES}/{first['id']}").status == 200
+    again = response_of(tiny.served.ask("POST", RESPONSES, body, key))
+    assert again["id"] != first["id"]
+    assert get(tiny, again["id"]).status == 200
 
 
 def test_a_response_under_way_is_there_and_is_stopped(tiny: Daemon) -> None:
