@@ -19,7 +19,9 @@ from daemon import NO_END, Daemon, daemon, soon
 from several import LLAMA, OTHER, Several, models_folder, several
 
 from ssmd.api.ollama import models as ollama_models
+from ssmd.api.ollama import pulls as ollama_pulls
 from ssmd.api.ollama.models import VERSION
+from ssmd.api.own import pulls as own_pulls
 from ssmd.config import Settings
 from ssmd.daemon.pulls import Pull, Pulls
 from ssmd.engine.host.models import untagged
@@ -186,6 +188,21 @@ def test_a_silent_pull_is_filled_with_spaces(models: Path, monkeypatch: pytest.M
         lines = one.ask("POST", "/api/pull", {"model": "smollm2"}).body.splitlines()
     assert any(line.startswith(b" ") for line in lines)
     assert [json.loads(line)["status"] for line in lines][-2:] == ["fetching", "success"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_waiting_for_a_pull_reads_it_when_it_changes(
+    models: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Hundreds of clients may wait for one, each of which looks five times a second in the event loop."""
+    Script(monkeypatch, *[{"stage": "fetching"}] * 4)
+    monkeypatch.setattr(ollama_pulls, "_LOOK_S", 0.001)
+    read: list[str] = []
+    told = own_pulls._told
+    monkeypatch.setattr(own_pulls, "_told", lambda row: read.append(row["id"]) or told(row))
+    with several(models) as one:
+        assert one.ask("POST", "/api/pull", {"model": "smollm2", "stream": stream}).status == 200
+    assert len(read) < 12
 
 
 def test_a_pull_that_fails_says_why(three: Several, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from keyfile import bearer, written
 from saying import Saying
 from serving import Answer
 
+from ssmd.api.openai.responses import state
 from ssmd.config import Settings
 from ssmd.sessions.rows import database
 from ssmd.sessions.rows.snapshot import Snapshot
@@ -216,6 +217,28 @@ def test_an_item_is_given_by_its_id(tiny: Daemon) -> None:
         answer = ask(tiny, [user("a"), {"type": "item_reference", "id": id_}])
         assert gone(answer), answer.body
         assert answer.error["param"] == "input[1].id"
+
+
+def test_items_given_by_id_are_bounded_together(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty characters may name megabytes, a hundred thousand times in a body."""
+    first = response_of(ask(tiny, [user("w " * 500), user("b")], "x"))
+    quiet(tiny)
+    *_, long = items(tiny, first["id"], "?order=desc")
+    monkeypatch.setattr(state, "MAX_REFERRED_CHARS", 20_000, raising=False)
+    looks: list[str] = []
+    found = state._found
+
+    def look(stored: Snapshot, turn: str) -> Any:
+        looks.append(turn)
+        return found(stored, turn)
+
+    monkeypatch.setattr(state, "_found", look)
+    reference = {"type": "item_reference", "id": long["id"]}
+    assert ask(tiny, [reference] * 5, "ok", store=False).status == 200
+    assert len(looks) == 1
+    answer = ask(tiny, [reference] * 30, store=False)
+    assert (answer.status, answer.error["param"]) == (400, "input[16].id"), answer.body
+    assert "too long together" in answer.error["message"]
 
 
 def test_a_response_without_store_is_not_there(tiny: Daemon) -> None:
