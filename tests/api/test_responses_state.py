@@ -241,6 +241,16 @@ def test_items_given_by_id_are_bounded_together(tiny: Daemon, monkeypatch: pytes
     assert "too long together" in answer.error["message"]
 
 
+def test_a_stored_response_keeps_a_bounded_echo(tiny: Daemon) -> None:
+    """A client that sent megabytes once could else have them written by the event loop for each short request."""
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "boolean"}, "description": "x" * (1 << 20)}
+    for fields in ({"text": {"format": form}}, {"tool_choice": {"type": "web_search", "more": "x" * (1 << 20)}}):
+        answer = ask(tiny, "a", "x", **fields)
+        assert (answer.status, answer.error["param"]) == (400, "text")
+        assert ask(tiny, "a", "x", store=False, **fields).status == 200
+    assert ask(tiny, "a", "x", tools=[{"type": "web_search", "more": "x" * (1 << 20)}]).status == 200
+
+
 def test_a_response_without_store_is_not_there(tiny: Daemon) -> None:
     response = response_of(ask(tiny, "secret", "It rains.", store=False))
     assert response["store"] is False
