@@ -196,11 +196,11 @@ class _Exchange:
 
     async def parse(self) -> ParsedRequest:
         """Read the body. Raises Rejection, ClientGone and AnswerStopped."""
-        name, headers = self._caller.name, self._http.headers
+        name, headers, path = self._caller.name, self._http.headers, self.scope["path"]
         if len(self._raw) > LONG_BYTES:
-            self._mark = await self._run(partial(read_mark, headers, self._raw, name))
+            self._mark = await self._run(partial(read_mark, headers, self._raw, name, path))
         else:
-            self._mark = read_mark(headers, self._raw, name)
+            self._mark = read_mark(headers, self._raw, name, path)
             for _ in range(_MOMENT):
                 await asyncio.sleep(0)
         if not self._mark.repeats:
