@@ -28,9 +28,12 @@ from conftest import TinyArtifacts
 from daemon import Daemon, daemon, quiet
 from saying import Saying
 
+from ssmd.api.generate.answer import ResponseInfo, WholeChoice
 from ssmd.api.http.errors import IGNORED
 from ssmd.api.openai.responses import tools as response_tools
+from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
 from ssmd.api.openai.responses.lark import NoRegex, _Expansion, regex_of
+from ssmd.engine.request import Usage
 from ssmd.engine.terms import Rejection
 
 Fields = dict[str, Any]
@@ -186,6 +189,17 @@ def test_tools_beyond_the_most_are_not_read(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(Rejection, match="at most 128 tools"):
             response_tools.read_tools(given, set())
     assert len(read) == 2 * 128
+
+
+def test_the_tools_of_a_request_are_encoded_once() -> None:
+    """In parts and by a thread of the gate: half a million of them would hold the event loop for a second."""
+    tools = [{"type": "web_search", "n": i} for i in range(200)]
+    form = ResponseForm(model="m", echo={"tools": object()}, store=False, origins={}, encrypts=False)
+    answer = ResponseAnswer(form, encoded({"top_p": 1.0, "tools": tools}), ResponseInfo("gen_1", 0, None))
+    whole = answer.whole([WholeChoice.of([], "stop")], Usage.of_nothing(None, 0.0))
+    assert isinstance(whole, bytes)
+    found = json.loads(whole)
+    assert (found["id"], found["tools"], found["top_p"]) == ("resp_gen_1", tools, 1.0)
 
 
 def test_a_choice_among_too_many_tools_is_refused() -> None:
