@@ -199,7 +199,12 @@ def test_waiting_for_a_pull_reads_it_when_it_changes(
     monkeypatch.setattr(ollama_pulls, "_LOOK_S", 0.001)
     read: list[str] = []
     told = own_pulls._told
-    monkeypatch.setattr(own_pulls, "_told", lambda row: read.append(row["id"]) or told(row))
+
+    def counted(row: Fields) -> Fields:
+        read.append(row["id"])
+        return told(row)
+
+    monkeypatch.setattr(own_pulls, "_told", counted)
     with several(models) as one:
         assert one.ask("POST", "/api/pull", {"model": "smollm2", "stream": stream}).status == 200
     assert len(read) < 12
