@@ -55,7 +55,7 @@ GONE = {404: "It does not exist here."}
 # The further statuses of an operation that generates.
 GENERATION = {
     **GONE,
-    422: "The `Idempotency-Key` came before with another body.",
+    422: "The `Idempotency-Key` came before with another body, or at another endpoint.",
     500: "The model failed.",
 }
 SPACE = {507: "The disk has no room for it."}

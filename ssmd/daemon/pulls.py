@@ -90,6 +90,12 @@ class Pulls:
         with self._lock:
             return [pull.row() for pull in self._pulls]
 
+    def row(self, id_: str) -> dict[str, Any] | None:
+        """Return a pull's row; None if no pull has that id."""
+        with self._lock:
+            pull = next((pull for pull in self._pulls if pull.id == id_), None)
+            return None if pull is None else pull.row()
+
     def begin(self, model: str, runtime: str | None) -> dict[str, Any]:
         """Pull a model after the earlier pulls. Returns its row. A pull that waits or runs is not begun twice.
 

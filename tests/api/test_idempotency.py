@@ -283,10 +283,26 @@ def test_what_is_not_stored_is_not_remembered(tiny: Daemon) -> None:
 
 def test_another_keys_name_is_another_domain() -> None:
     def mark(owner: str) -> idempotency.RequestIdentity:
-        return idempotency.read_mark(Headers({"idempotency-key": "k"}), b"{}", owner)
+        return idempotency.read_mark(Headers({"idempotency-key": "k"}), b"{}", owner, CHAT)
 
     assert mark("one").key == mark("one").key
     assert mark("one").key.digest != mark("two").key.digest
+
+
+@pytest.mark.parametrize("retries", [False, True])
+def test_another_endpoint_asks_for_something_else(tiny: Daemon, retries: bool) -> None:
+    """One body fits Ollama's prompt in a template and a raw completion, another one chats and warm beginnings."""
+    prompt = {"model": tiny.model, "prompt": f"a {retries}", "stream": False}
+    system = {"model": tiny.model, "messages": [{"role": "system", "content": f"{retries} " * 20}], "max_tokens": 4}
+    for first, second, body in (("/api/generate", "/v1/completions", prompt), (CHAT, "/ssmd/v1/warm", system)):
+        header = RETRY if retries else named(first)
+        assert tiny.served.ask("POST", first, body, header).status == 200
+        soon(lambda: idle(tiny))
+        answer = tiny.served.ask("POST", second, body, header)
+        assert "idempotent-replayed" not in answer.headers
+        assert answer.status == (200 if retries else 422), answer.body
+        again = tiny.served.ask("POST", first, body, header)
+        assert again.headers["idempotent-replayed"] == "true"
 
 
 def test_deleted_with_its_session(tiny: Daemon) -> None:

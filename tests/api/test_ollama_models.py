@@ -19,7 +19,9 @@ from daemon import NO_END, Daemon, daemon, soon
 from several import LLAMA, OTHER, Several, models_folder, several
 
 from ssmd.api.ollama import models as ollama_models
+from ssmd.api.ollama import pulls as ollama_pulls
 from ssmd.api.ollama.models import VERSION
+from ssmd.api.own import pulls as own_pulls
 from ssmd.config import Settings
 from ssmd.daemon.pulls import Pull, Pulls
 from ssmd.engine.host.models import untagged
@@ -173,12 +175,39 @@ def test_a_pull_tells_its_progress(three: Several, monkeypatch: pytest.MonkeyPat
     assert (whole.status, whole.json) == (200, {"status": "success"})
 
 
+@pytest.mark.parametrize("name", [":latest", ":", "@", "smollm2@litert", "x" * 4096, "../smollm2", "hf.co/a/b"])
+def test_a_name_that_cannot_be_pulled_is_refused(three: Several, name: str) -> None:
+    answer = three.ask("POST", "/api/pull", {"model": name})
+    assert answer.status == 400, answer.body
+    assert list(answer.json) == ["error"]
+
+
 def test_a_silent_pull_is_filled_with_spaces(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Script(monkeypatch, {"stage": "fetching"}, {"stage": "fetching"}, {"stage": "fetching"})
     with several(models, stream_comment=0.05) as one:
         lines = one.ask("POST", "/api/pull", {"model": "smollm2"}).body.splitlines()
     assert any(line.startswith(b" ") for line in lines)
     assert [json.loads(line)["status"] for line in lines][-2:] == ["fetching", "success"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_waiting_for_a_pull_reads_it_when_it_changes(
+    models: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Hundreds of clients may wait for one, each of which looks five times a second in the event loop."""
+    Script(monkeypatch, *[{"stage": "fetching"}] * 4)
+    monkeypatch.setattr(ollama_pulls, "_LOOK_S", 0.001)
+    read: list[str] = []
+    told = own_pulls._told
+
+    def counted(row: Fields) -> Fields:
+        read.append(row["id"])
+        return told(row)
+
+    monkeypatch.setattr(own_pulls, "_told", counted)
+    with several(models) as one:
+        assert one.ask("POST", "/api/pull", {"model": "smollm2", "stream": stream}).status == 200
+    assert len(read) < 12
 
 
 def test_a_pull_that_fails_says_why(three: Several, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +253,16 @@ def test_one_runtime_of_a_model_is_removed(three: Several) -> None:
     assert three.ask("DELETE", "/api/delete", {"name": OTHER}).status == 200
     assert not path.exists()
     assert three.host.shelf.find("llama").id == LLAMA
+
+
+def test_no_model_is_removed_by_another_name_of_it(three: Several) -> None:
+    """Folders of several models have one name, such as litert-cpu-f32: each is found by it, none is removed."""
+    before = sorted(three.models.rglob("*"))
+    for model in three.host.shelf.models():
+        for name in (model.path.name, f"{model.path.name}:latest", f"{model.path.name}@{model.manifest.runtime}"):
+            answer = three.ask("DELETE", "/api/delete", {"model": name})
+            assert answer.status == 404, (name, answer.body)
+    assert sorted(three.models.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["..", "../data", "/etc", "granite/..", "granite\\..", ".", "", "~", "gran*"])

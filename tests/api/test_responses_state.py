@@ -29,7 +29,9 @@ from keyfile import bearer, written
 from saying import Saying
 from serving import Answer
 
+from ssmd.api.openai.responses import state
 from ssmd.config import Settings
+from ssmd.sessions.rows import database
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.turn import Turn
 
@@ -217,6 +219,38 @@ def test_an_item_is_given_by_its_id(tiny: Daemon) -> None:
         assert answer.error["param"] == "input[1].id"
 
 
+def test_items_given_by_id_are_bounded_together(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty characters may name megabytes, a hundred thousand times in a body."""
+    first = response_of(ask(tiny, [user("w " * 500), user("b")], "x"))
+    quiet(tiny)
+    *_, long = items(tiny, first["id"], "?order=desc")
+    monkeypatch.setattr(state, "MAX_REFERRED_CHARS", 20_000, raising=False)
+    looks: list[str] = []
+    found = state._found
+
+    def look(stored: Snapshot, turn: str) -> Any:
+        looks.append(turn)
+        return found(stored, turn)
+
+    monkeypatch.setattr(state, "_found", look)
+    reference = {"type": "item_reference", "id": long["id"]}
+    assert ask(tiny, [reference] * 5, "ok", store=False).status == 200
+    assert len(looks) == 1
+    answer = ask(tiny, [reference] * 30, store=False)
+    assert (answer.status, answer.error["param"]) == (400, "input[16].id"), answer.body
+    assert "too long together" in answer.error["message"]
+
+
+def test_a_stored_response_keeps_a_bounded_echo(tiny: Daemon) -> None:
+    """A client that sent megabytes once could else have them written by the event loop for each short request."""
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "boolean"}, "description": "x" * (1 << 20)}
+    for fields in ({"text": {"format": form}}, {"tool_choice": {"type": "web_search", "more": "x" * (1 << 20)}}):
+        answer = ask(tiny, "a", "x", **fields)
+        assert (answer.status, answer.error["param"]) == (400, "text")
+        assert ask(tiny, "a", "x", store=False, **fields).status == 200
+    assert ask(tiny, "a", "x", tools=[{"type": "web_search", "more": "x" * (1 << 20)}]).status == 200
+
+
 def test_a_response_without_store_is_not_there(tiny: Daemon) -> None:
     response = response_of(ask(tiny, "secret", "It rains.", store=False))
     assert response["store"] is False
@@ -288,6 +322,46 @@ def test_a_response_outlives_the_session_of_its_fork(tiny: Daemon) -> None:
     quiet(tiny)
     again = response_of(ask(tiny, "b", "y", previous_response_id=first["id"], instructions="Be short."))
     assert again["usage"]["ssmd"]["resume"] == "exact"
+
+
+def test_a_deleted_response_with_a_fork_is_gone_as_well(tiny: Daemon) -> None:
+    """Its id goes; the text stays with both sessions, as the fork needs it."""
+    first = response_of(ask(tiny, "Kept " + LONG, "x"))
+    session = first["usage"]["ssmd"]["session"]
+    fork = tiny.served.ask("POST", f"/ssmd/v1/sessions/{session}/fork", {}).json["id"]
+    assert tiny.served.ask("DELETE", f"{RESPONSES}/{first['id']}").status == 200
+    assert gone(get(tiny, first["id"]))
+    assert gone(tiny.served.ask("DELETE", f"{RESPONSES}/{first['id']}"))
+    assert gone(ask(tiny, "b", previous_response_id=first["id"]))
+    assert said_in(tiny, session) == said_in(tiny, fork) == [[("user", "Kept " + LONG), ("assistant", "x")]]
+
+
+def test_a_response_that_comes_meanwhile_is_not_deleted(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = response_of(ask(tiny, "a", "x"))
+    quiet(tiny)
+    later: list[Fields] = []
+    writing = database.writing
+
+    def late(*given: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        later.append(response_of(ask(tiny, "b", "y", previous_response_id=first["id"])))
+        quiet(tiny)
+        return writing(*given, **more)
+
+    monkeypatch.setattr(database, "writing", late)
+    assert tiny.served.ask("DELETE", f"{RESPONSES}/{first['id']}").status == 200
+    assert gone(get(tiny, first["id"]))
+    assert text_of(get(tiny, later[0]["id"]).json) == "y"
+
+
+def test_a_retry_of_a_deleted_response_is_another_one(tiny: Daemon) -> None:
+    body, key = {"model": tiny.model, "input": "once more", "temperature": 0}, {"idempotency-key": "deleted"}
+    first = response_of(tiny.served.ask("POST", RESPONSES, body, key))
+    response_of(ask(tiny, "b", "y", previous_response_id=first["id"]))
+    assert tiny.served.ask("DELETE", f"{RESPONSES}/{first['id']}").status == 200
+    again = response_of(tiny.served.ask("POST", RESPONSES, body, key))
+    assert again["id"] != first["id"]
+    assert get(tiny, again["id"]).status == 200
 
 
 def test_a_response_under_way_is_there_and_is_stopped(tiny: Daemon) -> None:

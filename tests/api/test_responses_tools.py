@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +28,13 @@ from conftest import TinyArtifacts
 from daemon import Daemon, daemon, quiet
 from saying import Saying
 
+from ssmd.api.generate.answer import ResponseInfo, WholeChoice
 from ssmd.api.http.errors import IGNORED
-from ssmd.api.openai.responses.lark import NoRegex, regex_of
+from ssmd.api.openai.responses import tools as response_tools
+from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
+from ssmd.api.openai.responses.lark import NoRegex, _Expansion, regex_of
+from ssmd.engine.request import Usage
+from ssmd.engine.terms import Rejection
 
 Fields = dict[str, Any]
 LARK = """start: begin hunk hunk? "*** End"
@@ -134,12 +140,73 @@ def test_a_grammar_is_one_regular_expression(grammar: str, texts: list[str], oth
         '"a" start: "b"',
         "start: /a/x",
         "start: " + "(" * 500 + '"a"' + ")" * 500,
+        'start: "\\ud800"',
+        'start: "a" "' + "b" * 40_000 + '"',
+        'start: "a" // ' + "x" * 70_000,
         "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(40)) + 'r40: "a"',
     ],
 )
 def test_a_grammar_without_a_regular_expression(grammar: str) -> None:
     with pytest.raises(NoRegex):
         regex_of(grammar)
+
+
+def test_a_grammar_is_read_in_bounded_memory() -> None:
+    """Each alternative is short enough; together they are a million times longer than the grammar."""
+    grammar = "x: /" + "x" * 30_000 + "/\nstart: " + "|".join(["x"] * 5_000)
+    tracemalloc.start()
+    with pytest.raises(NoRegex):
+        regex_of(grammar)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 20 << 20
+
+
+def test_empty_parts_of_a_grammar_are_counted_once() -> None:
+    """So a grammar of many costs no more than its length: each part was compared with all before it."""
+    counted = 0
+
+    class Part(str):
+        __slots__ = ()
+
+        def __len__(self) -> int:
+            nonlocal counted
+            counted += 1
+            return 0
+
+    tokens: list[tuple[str, str]] = [("atom", Part())] * 1_000
+    assert _Expansion({"start": tokens}).rule("start") == ""
+    assert counted < 10_000
+
+
+def test_tools_beyond_the_most_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body has room for a hundred thousand grammars."""
+    read: list[str] = []
+    monkeypatch.setattr(response_tools, "_pattern", read.append)
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+    many = [{"type": "custom", "name": f"f{i}", "format": form} for i in range(1_000)]
+    for given in (many, [{"type": "namespace", "name": "n", "tools": many}]):
+        with pytest.raises(Rejection, match="at most 128 tools"):
+            response_tools.read_tools(given, set())
+    assert len(read) == 2 * 128
+
+
+def test_the_tools_of_a_request_are_encoded_once() -> None:
+    """In parts and by a thread of the gate: half a million of them would hold the event loop for a second."""
+    tools = [{"type": "web_search", "n": i} for i in range(200)]
+    form = ResponseForm(model="m", echo={"tools": object()}, store=False, origins={}, encrypts=False)
+    answer = ResponseAnswer(form, encoded({"top_p": 1.0, "tools": tools}), ResponseInfo("gen_1", 0, None))
+    whole = answer.whole([WholeChoice.of([], "stop")], Usage.of_nothing(None, 0.0))
+    assert isinstance(whole, bytes)
+    found = json.loads(whole)
+    assert (found["id"], found["tools"], found["top_p"]) == ("resp_gen_1", tools, 1.0)
+
+
+def test_a_choice_among_too_many_tools_is_refused() -> None:
+    given = response_tools.read_tools([{"type": "function", "name": "f"}], set())
+    listed = [{"type": "function", "name": "g"}] * 5_000
+    with pytest.raises(Rejection, match="at most 1024 tools"):
+        response_tools.read_choice({"type": "allowed_tools", "mode": "required", "tools": listed}, None, given, set())
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "web_search"}, "none"])

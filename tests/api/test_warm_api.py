@@ -65,6 +65,14 @@ def test_an_idle_one_is_told_at_once_and_read(one: Daemon) -> None:
     assert cached(one) >= made["tokens"]
 
 
+def test_a_key_that_sees_all_names_no_other(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Also where sessions are shared: what it keeps warm is its own, and no quota takes it."""
+    settings = Settings(api_keys_file=written(tmp_path / "keys", KEYS), share_sessions=True)
+    with daemon(artifacts["mamba-f32"], tmp_path / "data", settings=settings) as one:
+        other = one.served.ask("POST", WARM, body(one, key="anna"), BEN)
+        assert (other.status, other.error["param"]) == (403, "key"), other.body
+
+
 def test_it_is_of_the_key_that_it_came_with(keyed: Daemon) -> None:
     made = keyed.served.ask("POST", WARM, body(keyed), BEN)
     assert made.status == 200, made.body

@@ -389,7 +389,7 @@ def test_a_folder_of_files_asks_for_one(tmp_path: Path) -> None:
 def field(name: str, value: Any) -> Callable[[gguf.GGUFWriter], object]:
     def change(writer: gguf.GGUFWriter) -> None:
         kind = gguf.GGUFValueType.get_type(value)
-        if kind == gguf.GGUFValueType.FLOAT32 and abs(value) > 3e38:
+        if kind == gguf.GGUFValueType.FLOAT32 and (abs(value) > 3e38 or abs(value) < 1e-40):
             kind = gguf.GGUFValueType.FLOAT64
         writer.kv_data[0][name] = gguf.GGUFValue(value, kind)
 
@@ -412,6 +412,8 @@ def field(name: str, value: Any) -> Callable[[gguf.GGUFWriter], object]:
         (field("llama.attention.causal", False), "attention.causal is False, expected true"),
         (field("llama.rope.freq_base", 1e39), "rope.freq_base is 1e+39, expected a positive number"),
         (field("llama.rope.freq_base", -1.0), "rope.freq_base is -1.0, expected a positive number"),
+        (field("llama.rope.freq_base", 1e-60), "rope.freq_base is 1e-60, expected a positive number"),
+        (field("tokenizer.ggml.token_type", [0] * 384), "a token is of type 0, which a byte-level vocabulary"),
         (field("split.count", 3), "is one of several parts of a model: join them first"),
         (field("general.type", "mmproj"), "is of the type 'mmproj', not a model"),
         (field("tokenizer.ggml.eot_token_id", 384), "tokenizer.ggml.eot_token_id is 384, of 384 tokens"),
@@ -422,6 +424,22 @@ def test_fields_that_are_refused(
 ) -> None:
     with pytest.raises(SourceError, match=re.escape(said)):
         opened(write_gguf(artifacts.source("llama-f32"), tmp_path / "a.gguf", change=change))
+
+
+def test_a_table_of_rope_is_compared_within_its_length(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """A head of 2**26 values, which no tensor has, is no reason to compute as many frequencies."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            field(f"llama.{name}", 1 << 26)(writer)
+
+    more = {"rope_freqs.weight": np.full(8, 8, np.float32)}
+    file = write_gguf(artifacts.source("llama-f32"), tmp_path / "a.gguf", change=change, more=more)
+    tracemalloc.start()
+    with pytest.raises(SourceError, match=re.escape("is not a table of Llama 3's RoPE")):
+        opened(file)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
 
 
 def test_kinds_of_files_that_are_refused(artifacts: TinyArtifacts, llama: Path, tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ class Answer(ABC):
     """Writes the answer to one request in its protocol: as one object, or as a stream's events, each as bytes."""
 
     @abstractmethod
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Mapping[str, Any]:
-        """Return the answer as one JSON object."""
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Mapping[str, Any] | bytes:
+        """Return the answer as one JSON object; as bytes, if parts of it may be long and were encoded before."""
 
     @abstractmethod
     def opening(self) -> Iterable[bytes]:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api.generate.answer import Answer, ParsedRequest, Read, ResponseInfo, WholeChoice
@@ -82,7 +82,8 @@ class Front:
                 head = await exchange.begin()
                 access.note(scope, answer=head.id, model=exchange.parsed.model.id)
                 whole = await _whole(exchange.parsed.answer(head), exchange.first, delivery)
-                await JSONResponse(whole, headers=head.headers)(scope, receive, send)
+                kind = Response if isinstance(whole, bytes) else JSONResponse
+                await kind(whole, headers=head.headers, media_type="application/json")(scope, receive, send)
             ended = True
         except Rejection as err:
             if exchange is None or exchange.head is None:  # else the engine has counted it
@@ -196,11 +197,11 @@ class _Exchange:
 
     async def parse(self) -> ParsedRequest:
         """Read the body. Raises Rejection, ClientGone and AnswerStopped."""
-        name, headers = self._caller.name, self._http.headers
+        name, headers, path = self._caller.name, self._http.headers, self.scope["path"]
         if len(self._raw) > LONG_BYTES:
-            self._mark = await self._run(partial(read_mark, headers, self._raw, name))
+            self._mark = await self._run(partial(read_mark, headers, self._raw, name, path))
         else:
-            self._mark = read_mark(headers, self._raw, name)
+            self._mark = read_mark(headers, self._raw, name, path)
             for _ in range(_MOMENT):
                 await asyncio.sleep(0)
         if not self._mark.repeats:
@@ -245,7 +246,7 @@ class _Exchange:
         attempt.follow(self.delivery, head.id)
         return self._begun(head)
 
-    async def only(self, what: Literal["load", "unload"]) -> Mapping[str, Any]:
+    async def only(self, what: Literal["load", "unload"]) -> Mapping[str, Any] | bytes:
         """Load or unload the request's model, and return the answer that says so. Raises Rejection and ClientGone."""
         assert self._request is not None, "parse comes first"
         began = time.perf_counter()
@@ -372,7 +373,9 @@ async def _write_all(stream: sse.EventStream, events: Iterable[bytes]) -> None:
         await stream.write(event)
 
 
-async def _whole(answer: Answer, first: Callable[[], Awaitable[Event]], delivery: Delivery) -> Mapping[str, Any]:
+async def _whole(
+    answer: Answer, first: Callable[[], Awaitable[Event]], delivery: Delivery
+) -> Mapping[str, Any] | bytes:
     """Return the whole answer, once it is complete. Raises Rejection if it broke off."""
     deltas: dict[int, list[Delta]] = {}
     event = await first()

@@ -54,10 +54,11 @@ class RequestIdentity:
         return self.again or self.key.named
 
 
-def read_mark(headers: Headers, body: bytes, owner: str) -> RequestIdentity:
+def read_mark(headers: Headers, body: bytes, owner: str, path: str) -> RequestIdentity:
     """Return a request's mark. Raises Rejection.
 
-    owner: name of the API key; the same request of another owner gets another mark.
+    owner: name of the API key; the same request of another owner gets another mark. path: of the endpoint; the same
+    body asks another one for something else.
     """
     names = headers.getlist(HEADER)
     if len(names) > 1 or any(not _NAME.fullmatch(name) for name in names):
@@ -66,7 +67,9 @@ def read_mark(headers: Headers, body: bytes, owner: str) -> RequestIdentity:
             code="invalid_value",
             param=HEADER,
         )
-    digest = hashlib.sha256(body).digest()
+    whole = hashlib.sha256(path.encode() + b"\n")
+    whole.update(body)
+    digest = whole.digest()
     domain = hashlib.sha256(owner.encode()).digest()
     what = b"name " + names[0].encode() if names else b"body " + digest
     key = hashlib.blake2b(what, digest_size=32, key=domain, person=b"ssmd.reply.1").digest()
@@ -200,7 +203,7 @@ def in_place_of(request: Request, mark: RequestIdentity, broken: Reply | None) -
 
 def _reused() -> Rejection:
     return Rejection(
-        f"this {HEADER} came before with another body; a new request needs a new one",
+        f"this {HEADER} came before with another body, or at another endpoint; a new request needs a new one",
         status=422,
         code="idempotency_key_reused",
         param=HEADER,

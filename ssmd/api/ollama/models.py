@@ -18,7 +18,7 @@ from ssmd.api.http.body import StrictModel, brief
 from ssmd.api.ollama.chat import rfc3339
 from ssmd.api.operation import Service
 from ssmd.api.own.pulls import BASE, without_paths
-from ssmd.engine.host.models import LATEST, Model
+from ssmd.engine.host.models import LATEST, Model, untagged
 from ssmd.engine.terms import Rejection
 from ssmd.installed import ModelError, discard, removable
 from ssmd.model.artifact import MANIFEST, Manifest
@@ -107,6 +107,9 @@ class OllamaModels:
 
     def _delete(self, asked: str) -> None:
         model = self._host.shelf.installed(asked)
+        if untagged(asked).partition("@")[0] != model.name:  # the name of a folder may be that of several models
+            said = f"Model not found: {brief(asked)} is another name of {model.name}, which removes nothing; name that"
+            raise Rejection(said, status=404, code="model_not_found", param="model")
         try:
             found = [
                 one for one in removable(model.name, self._models_dir) if one.path == model.path or "@" not in asked

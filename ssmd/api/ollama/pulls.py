@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ssmd.api.generate.delivery import ClientGone, Delivery, watched
 from ssmd.api.generate.fair_reading import client_of
 from ssmd.api.http import sse
+from ssmd.api.http.body import validate
 from ssmd.api.ollama.errors import LINES, error_body, line
 from ssmd.api.ollama.models import NameBody
 from ssmd.api.operation import Service
@@ -45,7 +46,7 @@ class Pull:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         body = await self._pool.body(request, OllamaPullBody)
-        wanted = PullBody(model=untagged(body.asked)[:200])
+        wanted = validate(PullBody, {"model": untagged(body.asked)[:200]})
         row = await self._pool.run(partial(pulls.begin, self._pulls, wanted), client_of(request))
         stream = sse.EventStream(send, self._stall_s, form=LINES)
         async with watched(receive) as delivery:
@@ -62,21 +63,25 @@ class Pull:
 
     async def _whole(self, id_: str, delivery: Delivery) -> None:
         """Wait for the end of a pull. Raises Rejection if it fails, and ClientGone."""
+        seen = self._pulls.changes
         while not (row := self._row(id_))["ended_at"]:
-            delivery.check()
-            await asyncio.sleep(_LOOK_S)
+            while self._pulls.changes == seen:
+                delivery.check()
+                await asyncio.sleep(_LOOK_S)
+            seen = self._pulls.changes
         _check(row)
 
     async def _tell(self, id_: str, stream: sse.EventStream, delivery: Delivery) -> None:
         """Write a line for each news of a pull, and its end. Raises ClientGone and ClientStalled."""
-        before: dict[str, Any] = {}
-        written = time.monotonic()
+        before, news = dict[str, Any](), dict[str, Any]()
+        written, seen = time.monotonic(), -1
         while True:
             delivery.check()
-            row = self._row(id_)
-            if row["ended_at"]:
-                break
-            news = _progress(row)
+            if self._pulls.changes != seen:  # hundreds of clients may wait for one pull
+                seen, row = self._pulls.changes, self._row(id_)
+                if row["ended_at"]:
+                    break
+                news = _progress(row)
             if news != before:
                 await stream.write(line(news))
                 before, written = news, time.monotonic()
@@ -93,8 +98,7 @@ class Pull:
 
     def _row(self, id_: str) -> dict[str, Any]:
         """Return a pull's row. One that is forgotten has ended long ago."""
-        found = (row for row in pulls.rows(self._pulls) if row["id"] == id_)
-        return next(found, {"id": id_, "state": "done", "ended_at": 1.0})
+        return pulls.row(self._pulls, id_) or {"id": id_, "state": "done", "ended_at": 1.0}
 
 
 def _check(row: dict[str, Any]) -> None:

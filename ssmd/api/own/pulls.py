@@ -104,6 +104,12 @@ def rows(pulls: Pulls) -> list[dict[str, Any]]:
     return [_told(row) for row in pulls.rows()]
 
 
+def row(pulls: Pulls, id_: str) -> dict[str, Any] | None:
+    """Return the row of a pull, as `rows`; None if no pull has that id."""
+    found = pulls.row(id_)
+    return None if found is None else _told(found)
+
+
 def _told(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"error": None if row["error"] is None else without_paths(row["error"])}
 

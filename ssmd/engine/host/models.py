@@ -45,7 +45,7 @@ class Model:
 
     def named(self, asked: str) -> str:
         """Return its name in an answer, to a request for the name `asked`: an alias as it was asked, else its own."""
-        name, at, _ = asked.partition("@")
+        name, at, _ = untagged(asked).partition("@")
         if name == self.name:
             return self.id if at else name
         return self.name if not at and name in self.other_names else asked

@@ -19,7 +19,7 @@ from ssmd.model.artifact import Manifest
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
-from ssmd.sessions.domain import Domain
+from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import NOTHING, Line, Passage
 from ssmd.sessions.match import known, with_ids_of
 from ssmd.sessions.rows.snapshot import Snapshot
@@ -221,7 +221,7 @@ class Planner:
         """Plan the reading of a beginning: its ids, and one more to decode, as prefill gives no state for that."""
         if self._store is None:
             raise Rejection("this daemon keeps nothing: it runs with --no-store", status=404, code="no_store")
-        if warm.owner is not None and request.domain.sees is not None:
+        if warm.owner is not None and request.domain != EVERYBODY:
             raise Rejection("only the daemon's own user names a key; leave it out", status=403, param="key")
         owner, now = request.domain.owner, _local_now()
         try:

@@ -25,7 +25,7 @@ from ssmd.model.rope import Llama3Scaling
 from ssmd.model.source import SourceError
 
 MAX_LAYERS = 4096
-MAX_NUMBER = float(np.finfo(np.float32).max)
+MIN_NUMBER, MAX_NUMBER = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 # Fields without effect here: what llama.cpp itself needs, or what only another field would bring into use.
 NEUTRAL = {
     *("vocab_size", "attention.layer_norm_epsilon", "expert_used_count", "expert_group_count"),
@@ -77,7 +77,7 @@ class Metadata:
     def number(self, name: str, default: float | None = None) -> float:
         """Read a positive number, with the fewest digits of its float32; 0 means the default. Raises SourceError."""
         value = self.get(name) or default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_NUMBER <= value <= MAX_NUMBER:
             raise self.wrong(name, value, "a positive number")
         return float(str(np.float32(value)))
 
@@ -177,7 +177,11 @@ def _llama3(m: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     The table has no parameters: those that published models have are tried.
     """
     entry = m.read.listed[ROPE_FREQS]
-    divisors = m.read.rows(ROPE_FREQS, 0, head_dim // 2) if entry.shape == (head_dim // 2,) else np.ones(1)
+    said = "is not a table of Llama 3's RoPE; other tables are not supported"
+    unread = SourceError(f"{m.read.file}: {ROPE_FREQS} {said}")
+    if entry.shape != (head_dim // 2,):  # before as many frequencies are computed
+        raise unread
+    divisors = m.read.rows(ROPE_FREQS, 0, head_dim // 2)
     factor = float(str(np.float32(divisors.max())))
     periods = np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))  # (D/2,)
     for original in _ORIGINAL if math.isfinite(factor) and factor > 1 else ():
@@ -189,7 +193,7 @@ def _llama3(m: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
                 **_LLAMA3,
                 "original_max_position_embeddings": original,
             }
-    raise SourceError(f"{m.read.file}: {ROPE_FREQS} is not a table of Llama 3's RoPE; other tables are not supported")
+    raise unread
 
 
 def _ssm(m: Metadata, hidden: int) -> tuple[int, int, int]:

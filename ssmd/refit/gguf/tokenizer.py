@@ -120,7 +120,8 @@ def vocabulary_of(read: GGUF) -> Vocabulary:
     kinds = fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise SourceError(f"{read.file}: tokenizer.ggml.token_type does not have one number for each token")
-    if odd := next((k for k in kinds if k not in (NORMAL, CONTROL, USER_DEFINED, UNUSED)), None):
+    odd = next((k for k in kinds if k not in (NORMAL, CONTROL, USER_DEFINED, UNUSED)), None)
+    if odd is not None:
         raise SourceError(
             f"{read.file}: a token is of type {str(odd)[:20]}, which a byte-level vocabulary does not have"
         )

@@ -152,7 +152,7 @@ def update_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTur
 
 
 def forget(connection: Connection, turns: Any) -> None:
-    """Remove the replies of the turns of a sub-select. Facts stay as long as their turns."""
+    """Remove the replies of turns, a list or a sub-select. Facts stay as long as their turns."""
     connection.execute(delete(reply_table).where(reply_table.c.turn.in_(turns), reply_table.c.body != _FACTS))
 
 
@@ -165,9 +165,7 @@ def replace_turns(connection: Connection, session_id: str, turns: Sequence[str])
         return False
     t = turn_table.c
     connection.execute(delete(reply_table).where(reply_table.c.turn.in_(turns)))
-    followed = select(t.parent).where(t.parent.in_(turns))
-    begun_at = select(session_table.c.base).where(session_table.c.base.in_(turns))  # by forks
-    mine = (t.id.in_(turns), t.session == session_id, t.id.not_in(followed), t.id.not_in(begun_at))
+    mine = (t.id.in_(turns), t.session == session_id, *(t.id.not_in(one) for one in _followed(turns)))
     gone = list(connection.scalars(select(t.id).where(*mine)))
     if not gone:
         return False
@@ -181,16 +179,28 @@ def replace_turns(connection: Connection, session_id: str, turns: Sequence[str])
     return True
 
 
+def _followed(turns: Sequence[str]) -> tuple[Any, Any]:
+    """Select those of the turns that other turns follow on, and those at which forks begin."""
+    parent, base = turn_table.c.parent, session_table.c.base
+    return select(parent).where(parent.in_(turns)), select(base).where(base.in_(turns))
+
+
+def is_followed(connection: Connection, turn: str) -> bool:
+    """Return True if another turn, or a fork, follows on a turn."""
+    return any(connection.execute(one.limit(1)).first() for one in _followed([turn]))
+
+
 def remove_turn(connection: Connection, turn: Turn) -> bool:
-    """Remove a turn if nothing follows on it, but not the last one of its session. Returns True if it was removed.
+    """Remove a turn that nothing follows on, but not the only one of its session. Returns True if it was removed.
 
     If it was the head of its session, its parent is the head then, or else the turn written last.
     """
     t, s = turn_table.c, session_table.c
     others = select(t.id).where(tree.belongs(turn.session), t.id != turn.id)
     latest = connection.execute(others.order_by(t.seq.desc()).limit(1)).scalar()
-    if latest is None or not replace_turns(connection, turn.session, [turn.id]):
+    if latest is None:
         return False
+    replace_turns(connection, turn.session, [turn.id])
     head = update(session_table).where(s.id == turn.session, s.head == turn.id)
     connection.execute(head.values(head=turn.parent or latest))
     return True

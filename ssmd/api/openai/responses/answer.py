@@ -12,6 +12,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from ssmd.api.generate.answer import Answer, ResponseInfo, WholeChoice, own_usage
+from ssmd.api.http.body import object_with
 from ssmd.api.http.errors import cut
 from ssmd.api.openai.responses.items import INPUT, sealed
 from ssmd.api.openai.responses.tools import ToolOrigin
@@ -74,7 +75,7 @@ class ResponseAnswer(Answer):
         self._output: list[Item] = []  # items that are complete
         self._open: _OpenItem | None = None
 
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         [choice] = choices
         output: list[Item] = []
         if choice.reasoning:
@@ -87,7 +88,7 @@ class ResponseAnswer(Answer):
         status, why = ending(choice.finish_reason, usage)
         if why is not None:
             output[-1] = {**output[-1], "status": "incomplete"}
-        return {**self._response(status, output, usage, why), **self._form.echo}
+        return self._joined(self._response(status, output, usage, why)).encode()
 
     def opening(self) -> Iterator[bytes]:
         yield self._about("created", "in_progress")
@@ -168,8 +169,12 @@ class ResponseAnswer(Answer):
         error: Rejection | None = None,
     ) -> bytes:
         """Encode an event with the whole response."""
-        response = _json(self._response(status, self._output, usage, why, error))
-        return self._encode(f"response.{event}", f'"response":{response[:-1]},{self._encoded[1:]}')
+        response = self._joined(self._response(status, self._output, usage, why, error))
+        return self._encode(f"response.{event}", f'"response":{response}')
+
+    def _joined(self, response: Mapping[str, Any]) -> str:
+        """Encode a response object with the fields of its request, which were encoded before, in another thread."""
+        return f"{_json(response)[:-1]},{self._encoded[1:]}"
 
     def _begin(self, kind: str, call_id: str = "", name: str = "") -> bytes:
         self._open = _OpenItem(kind, self._id(len(self._output)), call_id, name, [], [])
@@ -249,7 +254,8 @@ class _OpenItem:
 
 def encoded(echo: Mapping[str, Any]) -> str:
     """Encode the fields of a request that its response repeats."""
-    return _json(echo)
+    few = {name: value for name, value in echo.items() if name != "tools"}
+    return object_with("tools", echo["tools"], few).decode() if "tools" in echo else _json(echo)
 
 
 def usage_of(usage: Usage, head: ResponseInfo) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
 
+MAX_KEPT_CHARS = 1 << 20  # of a stored response's echo, in JSON: the event loop writes it while the answer is under way
+
 
 def endpoint(on: Service) -> Endpoint:
     """Build the endpoint of responses."""
@@ -84,7 +86,7 @@ def _read(
         dropped=None if keep_volatile else dropped,
         history=history,
     )
-    request = asked.request
+    request, echo = asked.request, encoded(asked.echo)
     keywords = asked.tools.not_enforced(request.tool_choice)
     if request.grammar is not None and request.tool_choice.mode != "required":
         keywords += request.grammar.ignored
@@ -99,8 +101,12 @@ def _read(
     if request.store:
         first = request.messages[0]  # known volatile text may be left out at its beginning, or all of it
         instructed = first.role == "system" and (body.instructions or "").endswith(first.content)
-        request = replace(request, facts=facts_of(form, instructed=instructed))
-    written = partial(ResponseAnswer, form, encoded(asked.echo))
+        facts = facts_of(form, instructed=instructed)
+        if len(echo) > MAX_KEPT_CHARS and len(encoded(facts["echo"])) > MAX_KEPT_CHARS:
+            said = f"text and tool_choice have more than {MAX_KEPT_CHARS} characters, which a stored response keeps"
+            raise Rejection(f"{said}; send store: false", code="invalid_value", param="text")
+        request = replace(request, facts=facts)
+    written = partial(ResponseAnswer, form, echo)
     return ParsedRequest(
         model,
         request,

@@ -11,6 +11,7 @@ import re
 from ssmd.api.openai.structured import MAX_REGEX_CHARS
 
 MAX_DEPTH = 64  # groups and rules within each other
+MAX_GRAMMAR_CHARS = 2 * MAX_REGEX_CHARS  # with names, spaces and comments
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\r]+ | (?://|\#)[^\n]*)
@@ -48,6 +49,8 @@ class NoRegex(Exception):
 
 def regex_of(grammar: str) -> str:
     """Return a regular expression for the texts of a grammar. Raises NoRegex."""
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise NoRegex("it is too long")
     rules = _rules(_tokens(grammar))
     if "start" not in rules:
         raise NoRegex("there is no rule start")
@@ -66,6 +69,7 @@ def _tokens(grammar: str) -> list[tuple[str, str]]:
         if match["text"] is not None:
             try:
                 text = json.loads(match["text"])
+                text.encode()  # half of a surrogate pair is no text
             except ValueError:
                 raise NoRegex(f"unread text before character {at}") from None
             plain = "".join(_either_case(char) if match["flag"] else _quoted(char) for char in text)
@@ -139,13 +143,13 @@ class _Expansion:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise NoRegex("it is nested too deeply")
-        options, parts = [], list[str]()
+        options, parts, chars = [], list[str](), 0
         while at < len(tokens) and tokens[at] not in (("sign", ")"), ("sign", "]")):
             kind, value = tokens[at]
             at += 1
             if (kind, value) == ("sign", "|"):
                 options.append("".join(parts))
-                parts = []
+                parts, chars = [], chars + 1
                 continue
             if kind == "atom":
                 part = f"(?:{value})" if len(value) > 1 else value
@@ -161,7 +165,8 @@ class _Expansion:
             if at < len(tokens) and tokens[at][0] == "sign" and tokens[at][1] in "?*+":
                 part, at = f"(?:{part}){tokens[at][1]}", at + 1
             parts.append(part)
-            if sum(map(len, parts)) > MAX_REGEX_CHARS:
+            chars += len(part)
+            if chars > MAX_REGEX_CHARS:
                 raise NoRegex("it is too long")
         self._depth -= 1
         return "|".join([*options, "".join(parts)]), at

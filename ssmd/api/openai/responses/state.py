@@ -6,6 +6,7 @@ turn's conversation before its own input, and the engine finds the state after t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -32,6 +33,7 @@ from ssmd.text.messages import THINK_END, Message
 Item = dict[str, Any]
 Result = TypeVar("Result")
 MAX_ITEMS = 100  # of a page
+MAX_REFERRED_CHARS = 16 << 20  # of the items that a request refers to, and of the turns that are read for them
 _ID = re.compile(r"resp_(gen_[0-9a-f]{24})")
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})_[0-9i_]{1,16}")
 _WITHDRAWN: Mapping[str, Any] = {"withdrawn": True}  # facts of a response that was deleted while others follow on it
@@ -50,10 +52,12 @@ def facts_of(form: ResponseForm, *, instructed: bool) -> dict[str, Any]:
 
 
 class History:
-    """The stored responses and items that a request may refer to, as the caller's domain sees them."""
+    """The stored responses and items that one request may refer to, as the caller's domain sees them."""
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
+        self._turn, self._items = "", dict[str, Item]()  # the turn that was read last
+        self._referred = 0  # characters so far
 
     def before(self, previous: str) -> tuple[tuple[Message, ...], str]:
         """Return the conversation up to a response, without its instructions, and its session. Raises Rejection."""
@@ -90,17 +94,36 @@ class History:
         if self._store is None or found is None:
             raise unknown
         try:
-            with self._store.snapshot() as stored:
-                turn, facts = _found(stored, f"turn_{found[1]}")
+            item = self._items_of(f"turn_{found[1]}", self._store, param).get(item_id)
         except UnknownSession:
             raise unknown from None
         except StoreError as err:
             raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
-        items = [*_given(turn, facts), *_output(turn, facts)]
-        item = next((one for one in items if one["id"] == item_id), None)
         if item is None:
             raise unknown
+        self._count(item, param)
         return item
+
+    def _items_of(self, name: str, store: Store, param: str) -> Mapping[str, Item]:
+        """Return the items of a turn by id. Raises Rejection, UnknownSession and StoreError."""
+        if name != self._turn:
+            with store.snapshot() as stored:
+                turn, facts = _found(stored, name)
+            self._turn, self._items = name, {one["id"]: one for one in (*_given(turn, facts), *_output(turn, facts))}
+            for one in self._items.values():
+                self._count(one, param)
+        return self._items
+
+    def _count(self, item: Item, param: str) -> None:
+        """Count the characters of an item: a reference is short, and may name a long one again and again."""
+        self._referred += len(json.dumps(item, ensure_ascii=False))
+        if self._referred > MAX_REFERRED_CHARS:
+            raise Rejection(
+                f"{param}: the items that this request refers to are too long together; go on from a response by its "
+                "id in previous_response_id",
+                code="invalid_value",
+                param=param,
+            )
 
 
 class _Page(StrictModel):

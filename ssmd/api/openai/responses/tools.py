@@ -15,6 +15,7 @@ from ssmd.engine.sampling.bounds import check_size, enforced
 from ssmd.engine.terms import Rejection
 from ssmd.text.calls.tool_choice import ToolChoice
 
+MAX_LISTED = 1024  # tools of a choice, each of which is compared with all of the request
 LONGEST_NAME = 128  # characters of a tool's name, a namespace included
 _PATTERN = f".properties.{INPUT}.pattern"  # in the schema of a custom tool
 _IN_TOOLS = re.compile(rf"tools\[(\d+)\]\.function\b(\.parameters{re.escape(_PATTERN)}\Z)?")
@@ -104,6 +105,8 @@ def read_tools(value: Any, unread: set[str]) -> ResponseTools:
             unread.add(f"tools.{brief(kind)[1:-1]}")
             left_out = True
             return
+        if len(functions) == MAX_TOOLS:  # before more grammars are read
+            _wrong("tools", f"must be at most {MAX_TOOLS} tools, those in namespaces included", MAX_TOOLS + 1)
         read = _function(tool, where, namespace) if kind == "function" else _custom(tool, where, namespace, unread)
         known = _FUNCTION if kind == "function" else _CUSTOM
         unread.update(f"tools.{brief(one)[1:-1]}" for one in tool if one not in known and tool[one] is not None)
@@ -113,8 +116,6 @@ def read_tools(value: Any, unread: set[str]) -> ResponseTools:
 
     for i, tool in enumerate(value):
         take(tool, f"tools[{i}]", None)
-    if len(functions) > MAX_TOOLS:
-        _wrong("tools", f"must be at most {MAX_TOOLS} tools, those in namespaces included", len(functions))
     try:
         checked = checked_tools(functions, "tools")
     except Rejection as err:
@@ -153,6 +154,8 @@ def _allowed(value: Mapping[str, Any], several: bool, tools: ResponseTools, unre
     mode, listed = value.get("mode", "auto"), value.get("tools")
     if mode not in ("auto", "required") or not isinstance(listed, list):
         _wrong("tool_choice", "must have a mode, auto or required, and a list of tools", value)
+    if len(listed) > MAX_LISTED:
+        _wrong("tool_choice.tools", f"must be at most {MAX_LISTED} tools", len(listed))
     entries = [one for one in listed if isinstance(one, dict)]
     names = {tools.named(one.get("type", "function"), one.get("name"), one.get("namespace")) for one in entries} - {
         None
