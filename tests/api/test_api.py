@@ -51,7 +51,7 @@ def test_a_whole_answer(tiny: Daemon) -> None:
     assert usage["completion_tokens"] == 12
     assert usage["total_tokens"] == usage["prompt_tokens"] + 12
     parts = {"load_ms", "plan_ms", "queue_ms", "restore_ms", "prefill_ms", "shared_ms"}
-    named = {"session", "resume", "stored", "state_stored", "stopped", "ttft_ms", "tbt_ms", "context_left"}
+    named = {"model", "session", "resume", "stored", "state_stored", "stopped", "ttft_ms", "tbt_ms", "context_left"}
     assert usage["ssmd"].keys() == parts | named | {"cut_messages"}
     assert usage["ssmd"]["state_stored"] is True
     assert usage["ssmd"]["ttft_ms"] == pytest.approx(sum(usage["ssmd"][part] for part in parts), abs=0.01)

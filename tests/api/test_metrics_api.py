@@ -39,15 +39,26 @@ def finished(stream: Any) -> None:
 # The JSON.
 
 
+MOVING = (["generated_tokens"], ["tbt_ms", "n"])
+
+
 def test_the_numbers_move_while_an_answer_is_generated(three: Several) -> None:
     before = three.metrics()
     assert (before["state"], before["running"], before["ttft_ms"]["n"]) == ("idle", [], 0)
     with three.asking("llama", **LONG) as stream:
         begun(stream)
         polls = [three.metrics()]
+
+        def moved() -> bool:
+            poll = three.metrics()
+            grown = all(value(poll, path) > value(polls[-1], path) for path in MOVING)
+            if grown and poll["running"][0]["tokens"] > polls[-1]["running"][0]["tokens"]:
+                polls.append(poll)
+                return True
+            return False
+
         for _ in range(4):
-            time.sleep(0.03)
-            polls.append(three.metrics())
+            soon(moved)
         finished(stream)
     rows = [poll["running"][0] for poll in polls]
     assert [poll["state"] for poll in polls] == ["generating"] * 5
@@ -55,11 +66,6 @@ def test_the_numbers_move_while_an_answer_is_generated(three: Several) -> None:
     assert len({(row["id"], row["session"], row["model"]) for row in rows}) == 1
     assert rows[0]["model"] == LLAMA
     assert rows[0]["ttft_ms"] == polls[0]["ttft_ms"]["last"] > 0
-    for path in (["generated_tokens"], ["tbt_ms", "n"]):
-        numbers = [value(poll, path) for poll in polls]
-        assert sorted(set(numbers)) == numbers, path
-    tokens = [row["tokens"] for row in rows]
-    assert sorted(set(tokens)) == tokens
     assert all(row["tokens_per_s"] > 0 for row in rows[1:])
     assert polls[0]["requests"] == {"ok": 0}, "it is not over"
     soon(lambda: three.metrics()["requests"] == {"ok": 1})
