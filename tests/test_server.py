@@ -659,7 +659,7 @@ def test_a_socket_in_place_of_a_port(artifact: Path, tmp_path: Path) -> None:
         assert str(path) in said
         assert "another process listens there" in said
         both = start(tmp_path, str(artifact), "--socket", str(path), "--port", str(port))
-        assert "leave --host and --port out" in " ".join(both.communicate(timeout=60)[1].split())
+        assert "leave --host, --port and --also-listen out" in " ".join(both.communicate(timeout=60)[1].split())
         assert both.returncode == 2
     assert path.exists()  # it was killed
     with at_socket(tmp_path, path, str(artifact)) as process:
