@@ -113,7 +113,7 @@ class _Reader:
         """Return the id of the call that a result belongs to: the first one of that name, else the first one."""
         if name in _NOTHING:
             if not self._open:
-                what = f"{where} is the result of no call: there is none without a result before it"
+                what = f"{where} is a tool's result, but every call before it has its result"
                 raise Rejection(what, code="invalid_value", param=where)
             return self._open[0][0]
         found = [id_ for id_, function in (*self._open, *self._last) if function == name]

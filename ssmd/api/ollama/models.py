@@ -43,7 +43,7 @@ class NameBody(StrictModel):
 
     @property
     def asked(self) -> str:
-        """Return the name. Raises Rejection if there is none."""
+        """Return the model's name. Raises Rejection if the body has no name."""
         found = self.model or self.name
         if found is None:
             raise Rejection("model is required", code="missing_required_parameter", param="model")

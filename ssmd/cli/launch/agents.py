@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-NO_END = 131_072  # tokens of context that agents are told of a model without an end
+NO_END = 131_072  # tokens of context to set in an agent for a model without a bound
 SMALL = 4_096  # tokens of a context that has no room for extras
-MOST_OUTPUT = 8_192  # tokens of an answer that agents are told, so that a title or a summary comes to its end
+MOST_OUTPUT = 8_192  # largest bound of an answer to set in an agent: a title or a summary must end
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Target:
 
     @property
     def window(self) -> int:
-        """Return the tokens of context that the agent is told."""
+        """Return the context to set in the agent, in tokens."""
         return NO_END if self.context is None else self.context
 
     @property
     def output(self) -> int:
-        """Return the most tokens of an answer that the agent is told: a quarter of the context."""
+        """Return the bound of an answer to set in the agent, in tokens: a quarter of the context."""
         return min(MOST_OUTPUT, max(256, self.window // 4))
 
 

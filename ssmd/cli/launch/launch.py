@@ -105,7 +105,7 @@ def _listed() -> list[tuple[str, ...]]:
 
 
 def _running(data_dir: Path) -> Any:
-    """Return the address of the daemon, which listens at a port. Ends the command if there is none."""
+    """Return the address of the running daemon. Ends the command if no daemon listens at a port."""
     from ssmd.daemon import discovery
 
     address = discovery.find(data_dir)

@@ -78,7 +78,7 @@ def _is_costly(keyword: str, value: Any) -> bool:
 
 
 def _no_schema(way: str, keyword: str, value: Any) -> str:
-    """Return the path of a value that stands where a schema must be and is not one, "" if there is none."""
+    """Return the path of the first value that should be a schema and is not; "" if all are."""
     if isinstance(value, list) and keyword in _SCHEMAS:
         return next((f"{way}[{i}]" for i, one in enumerate(value) if not isinstance(one, dict | bool)), "")
     return way if (keyword in _SCHEMAS or _OF_SCHEMA.search(way)) and not isinstance(value, dict | bool) else ""

@@ -78,7 +78,7 @@ def read_states(connection: Connection) -> frozenset[int]:
 def read_beginning(connection: Connection, session_id: str) -> tuple[Turn, int]:
     """Read the first turn of a session, and how many of its ids are tools and system messages.
 
-    They are counted by the state that was kept behind them. Raises StoreError if there is none.
+    The position of the state after them is their number. Raises StoreError if that state is missing.
     """
     root = select(turn).where(tree.belongs(session_id), _t.parent.is_(None)).order_by(_t.seq).limit(1)
     with as_they_are(connection):
