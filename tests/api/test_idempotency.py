@@ -406,7 +406,7 @@ def test_a_reply_says_that_its_state_came_after_its_text(
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
     with daemon(artifact, tmp_path / "data") as one:
         assert isinstance(one.engine._persistence, Persistence)
-        one.engine._persistence._writer._pace.note(8 << 20, 600.0)  # so the text goes first
+        one.engine._persistence._writer.pace.note(8 << 20, 600.0)  # so the text goes first
         # Seeded: one answer in 30 has bytes that are no text, and its end is read again when idle.
         first, again = (ask(one, "slowly", named("slowly"), n=n, seed=0) for _ in range(2))
         assert first.json["usage"]["ssmd"]["state_stored"] is True

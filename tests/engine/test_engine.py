@@ -25,7 +25,7 @@ from sqlalchemy import func, select, update
 from ssmd.engine.decode import fairness
 from ssmd.engine.decode.generation import Generation
 from ssmd.engine.engine import Engine
-from ssmd.engine.persist import persistence
+from ssmd.engine.persist import pace, persistence
 from ssmd.engine.persist import writer as writer_module
 from ssmd.engine.persist.health import StoreHealth
 from ssmd.engine.persist.rerender import Rerenderer
@@ -794,8 +794,8 @@ def test_a_prompts_state_is_kept_where_it_pays(
     worth: float, engine: Engine, loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of a cache cost nothing, as the turn's end needs them. Without it the same is read, and said, again."""
-    monkeypatch.setattr(writer_module, "SMALL_BYTES", 0)
-    monkeypatch.setattr(writer_module, "WORTH", worth)
+    monkeypatch.setattr(pace, "SMALL_BYTES", 0)
+    monkeypatch.setattr(pace, "WORTH", worth)
     first = ask(engine, LONG_SYSTEM, user("Who is there?"))
     again = ask(engine, LONG_SYSTEM, user("Who is there?"))
     with store.reading() as connection:
@@ -872,7 +872,7 @@ def test_the_store_is_well_when_a_client_learns_of_a_stored_turn(
     ask(engine, user("Before."))
     assert engine.writer.condition.reason == "error"
     as_ever(store)
-    engine.writer._pace.note(8 << 20, takes_ms)
+    engine.writer.pace.note(8 << 20, takes_ms)
     monkeypatch.setattr(StoreHealth, "well", slowly)
     assert told(ask(engine, user("After."))) == (True, True)
     assert engine.writer.condition.reason == ""
@@ -922,17 +922,17 @@ def test_an_attempt_after_a_failed_commit_has_its_bound(hangs: bool, monkeypatch
 
 def test_a_state_is_written_after_its_text_where_it_may_be_slow(engine: OwnEngine, store: Store) -> None:
     assert engine.writer is not None
-    engine.writer._pace.note(8 << 20, 600.0)
+    engine.writer.pace.note(8 << 20, 600.0)
     assert told(ask(engine, user("Before."))) == (True, True)
     assert engine.writer.condition.reason == ""
 
 
 def test_only_a_large_write_tells_how_long_more_bytes_take() -> None:
-    pace = writer_module.Pace()
-    pace.note(23_040, 0.02)  # almost all of that is one fsync
-    assert pace.wait_s(22_600_000) == 0.02
-    pace.note(4 << 20, 0.1)
-    assert pace.wait_s(40 << 20) == pytest.approx(1.0)
+    found = pace.Pace()
+    found.note(23_040, 0.02)  # almost all of that is one fsync
+    assert found.wait_s(22_600_000) == 0.02
+    found.note(4 << 20, 0.1)
+    assert found.wait_s(40 << 20) == pytest.approx(1.0)
 
 
 def test_a_text_alone_keeps_the_states_written_ahead(

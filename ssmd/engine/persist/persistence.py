@@ -302,7 +302,7 @@ class _TurnStore(GenerationStore):
 
         The rows of the cache cost nothing: the state at the turn's end needs them too.
         """
-        return self._by._writer.pays(self._by._recurrent_nbytes, read_ms)
+        return self._by._writer.pace.pays(self._by._recurrent_nbytes, read_ms)
 
     def _save(self, handle: Handle, kind: CheckpointKind, ids: Line, turn: str | None = None) -> NewCheckpoint | None:
         """Copy a handle's state, for `keep`. turn: the turn that ends with it; None for the whole request."""

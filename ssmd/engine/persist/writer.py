@@ -14,6 +14,7 @@ from functools import partial
 from ssmd.engine.decode.generation import Then
 from ssmd.engine.metrics import Metrics
 from ssmd.engine.persist.health import StoreHealth
+from ssmd.engine.persist.pace import Pace
 from ssmd.engine.request import Retention
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint
@@ -33,9 +34,6 @@ IDLE_S = 0.5
 LOOK_S = 60.0  # s between looks for work that other processes left
 LOOSE_S = 600.0  # s an unlinked state stays after its last use, for a repeated request
 SEALED_S = 24 * 3600.0  # s a sealed state stays after its last use
-SMALL_BYTES = 1 << 20  # bytes of recurrent data below which a state is always worth its write
-WORTH = 4  # least ratio of the time a state saves to its write time: most prompts are not repeated
-UNKNOWN_MS = 4.0  # ms per MiB, assumed before a state was written
 LOG_BYTES = 64 << 20  # bytes in the log from which it is moved into the file, before a commit has to do that
 AHEAD_BYTES = 4 << 20  # size from which a prompt's checkpoint is written while the answer is still generated
 
@@ -153,31 +151,6 @@ def _late() -> StoreTimeout:
     return StoreTimeout(f"the state of a turn took more than {COMMIT_PATIENCE_S:.0f} s")
 
 
-class Pace:
-    """The recent speed at which states become durable."""
-
-    def __init__(self) -> None:
-        self._last = (0.0, 0)  # seconds, bytes
-        self._when = 0.0
-
-    def wait_s(self, nbytes: int) -> float:
-        """Estimate the seconds that a write of `nbytes` takes; 0.0 without a write in the last LOOK_S."""
-        if time.monotonic() - self._when > LOOK_S or not nbytes:
-            return 0.0
-        took_s, of = self._last
-        return took_s * max(1.0, nbytes / of) if of > SMALL_BYTES else took_s
-
-    def cost_ms(self, nbytes: int) -> float:
-        """Estimate the milliseconds that a large state of `nbytes` takes from all other work."""
-        took_s, of = self._last
-        return nbytes * (took_s * 1e3 / of if of > SMALL_BYTES else UNKNOWN_MS / (1 << 20))
-
-    def note(self, nbytes: int, took_s: float) -> None:
-        """Note the time of a write of `nbytes`, or the time that it was given."""
-        if nbytes:
-            self._when, self._last = time.monotonic(), (took_s, nbytes)
-
-
 class PendingCheckpoint:
     """A checkpoint on its way into the store: encoded on the writer's thread, written by the commit of its turn."""
 
@@ -210,7 +183,7 @@ class Writer:
         self._swept = -LOOK_S  # monotonic s of the last sweep
         self._unsettled = True  # the last process may have left work undone
         self._logged = 0  # bytes of states that stand in the log
-        self._pace = Pace()
+        self.pace = Pace()
         self._noticed = ""  # the fault that the last look found
         self._began = time.time_ns() // 1000
         self._thread = threading.Thread(target=self._run, name="ssmd-writer", daemon=True)
@@ -261,10 +234,6 @@ class Writer:
 
         if checkpoints:
             self._work.put(work)
-
-    def pays(self, nbytes: int, read_ms: float) -> bool:
-        """Return True if writing a state of `nbytes` is worth it. read_ms: prefill time that it saves."""
-        return nbytes < SMALL_BYTES or read_ms >= WORTH * self._pace.cost_ms(nbytes)
 
     def _write_ahead(self, pending: PendingCheckpoint, encoded: EncodedCheckpoint) -> None:
         try:
@@ -350,7 +319,7 @@ class Writer:
         Raises StoreError if no text is stored.
         """
         nbytes = sum(e.nbytes for e in states if e.has_data)
-        wait_s = self._pace.wait_s(nbytes)
+        wait_s = self.pace.wait_s(nbytes)
         failed: StoreError | None = None
         if states and not standing.late and standing.waited_s + wait_s < COMMIT_PATIENCE_S / 2:
             try:
@@ -396,10 +365,10 @@ class Writer:
             done = write(states)
         except StoreError:
             if standing.late and standing.wrote_s >= COMMIT_PATIENCE_S / 2:
-                self._pace.note(nbytes, standing.wrote_s)
+                self.pace.note(nbytes, standing.wrote_s)
             raise
         if done.full is None:
-            self._pace.note(nbytes, standing.wrote_s)
+            self.pace.note(nbytes, standing.wrote_s)
         return done
 
     def keep(
