@@ -18,6 +18,8 @@ from serving import Answer
 from ssmd.api.anthropic.body import MessagesBody
 from ssmd.api.http.errors import IGNORED
 from ssmd.api.openai.chat_body import AnswerBody
+from ssmd.sessions.rows.checkpoints import CheckpointResult
+from ssmd.sessions.rows.faults import DiskFull
 
 Fields = dict[str, Any]
 MESSAGES = "/v1/messages"
@@ -281,17 +283,20 @@ def test_what_is_kept_of_a_prompt_is_counted(tiny: Daemon, paying: None) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_kept_of_an_unstored_prompt_is_counted(tiny: Daemon, paying: None, stream: bool) -> None:
+def test_what_is_kept_of_an_unstored_prompt_is_counted(
+    tiny: Daemon, paying: None, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its text is not stored, but its state is."""
     asked: Fields = {"store": False, "prompt_cache_retention": "24h", "stream": stream}
 
-    def usage(**fields: Any) -> Fields:
+    def usage(*, told: bool = True, **fields: Any) -> Fields:
         answer = ask(tiny, user(f"Sealed {stream}: {LONG}"), said="x", **{**asked, **fields})
         if not stream:
             return message_of(answer)["usage"]  # type: ignore[no-any-return]
         events = events_of(answer)
         begun, done = events[0]["message"]["usage"], events[-2]["usage"]
-        assert all(done[name] == begun[name] for name in begun if name != "output_tokens")
+        same = all(done[name] == begun[name] for name in begun if name != "output_tokens")
+        assert same == told, "a stream begins before its states are written"
         return done  # type: ignore[no-any-return]
 
     first = usage()
@@ -300,6 +305,16 @@ def test_what_is_kept_of_an_unstored_prompt_is_counted(tiny: Daemon, paying: Non
     assert again["cache_read_input_tokens"] == first["cache_creation_input_tokens"]
     unkept = usage(prompt_cache_retention="none", system="Otherwise.")
     assert unkept["cache_creation_input_tokens"] == 0
+    assert tiny.store is not None
+
+    def full(*_: Any) -> Any:
+        raise DiskFull("there is no room")
+
+    for n, keep in enumerate((full, lambda *_: CheckpointResult(None, why_not="the disk is full"))):
+        monkeypatch.setattr(tiny.store, "keep", keep)
+        lost = usage(told=False, system=f"Another one, {n}.")
+        assert lost["cache_creation_input_tokens"] == 0, "no state of it was written"
+        assert lost["input_tokens"] == total(lost)
 
 
 def test_blocks_in_front_of_a_change_are_not_read_again(tiny: Daemon, paying: None) -> None:

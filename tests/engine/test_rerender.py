@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TinyArtifacts
@@ -23,6 +24,7 @@ from sqlalchemy import delete, select
 from ssmd.engine.engine import Engine
 from ssmd.engine.persist import persistence
 from ssmd.engine.persist.persistence import Persistence
+from ssmd.engine.request import Request
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.sampler import Sampler
 from ssmd.model.artifact import Artifact
@@ -30,6 +32,7 @@ from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.line import Passage
 from ssmd.sessions.rows.schema import checkpoint, turn_checkpoint
+from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
@@ -353,3 +356,31 @@ def test_a_second_look_up_takes_no_fewer_rows(
         monkeypatch.setattr(persistence, "ALIKE", 0)
         assert ask(engine, *said, store=False).usage.cached_tokens == once.usage.cached_tokens
         assert once.usage.cached_tokens > len(story) // 4
+
+
+def test_a_second_look_up_keeps_a_deeper_state(
+    artifacts: TinyArtifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an imported session: planning finds its states, and a look-up without the session does not."""
+    system = Message("system", "You keep the lighthouse at the end of the pier. " * 4)
+    with program_of(artifacts, "mamba-f32") as loaded, engine_of(*loaded, tmp_path / "data") as (engine, store):
+        first = ask(engine, system, QUESTION)
+        said = system, QUESTION, answered(first.text), NEXT
+        alone = ask(engine, *said, store=False)
+        looks, resume = list[int](), Snapshot.resume
+
+        def shallow(*given: Any, **named: Any) -> Any:
+            """Find the state at the end of the system prompt alone, from the second time on."""
+            found, ids, stem = resume(*given, **named)
+            looks.append(1)
+            return (found, ids, stem) if len(looks) == 1 else (None if found is None else prefix, ids, stem)
+
+        with store.snapshot() as stored:
+            prompt = engine._planner.plan(Request((system, QUESTION)))
+            prefix, *_ = stored.resume(engine._planner.scope, prompt.ids.up_to(prompt.system + 1))
+        assert prefix is not None
+        monkeypatch.setattr(persistence, "ALIKE", -10_000)  # each prompt is looked up again
+        monkeypatch.setattr(Snapshot, "resume", shallow)
+        found = ask(engine, *said, store=False)
+        assert len(looks) > 1
+        assert found.usage.cached_tokens == alone.usage.cached_tokens > prefix.position

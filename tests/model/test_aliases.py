@@ -18,6 +18,7 @@ from ssmd.model.aliases import MOST, Alias, parse
         ("gpt-*-mini", ["gpt-5-mini", "gpt--mini"], ["gpt-mini", "gpt-5-min"]),
         ("a*b*c", ["abc", "a-b-c", "abbc", "acbc"], ["acb", "ab", "bc", "abcd"]),
         ("ab*ba", ["abba", "ab-ba"], ["aba"]),
+        ("a*b*b", ["abb", "a-b-b"], ["ab", "a-b"]),  # the middle is sought in front of the end
         ("**", ["", "x"], []),
         ("*", ["", "any name", "x" * 4096], []),
         ("a[b]?", ["a[b]?"], ["ab", "ab?", "a[b]c"]),
