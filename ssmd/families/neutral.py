@@ -28,6 +28,9 @@ _MAMBA = _names(
     "time_step_scale use_associative_scan use_mambapy"
 )
 _EXPERTS = _names("num_experts_per_tok output_router_logits router_aux_loss_coef")  # there are none
+_QWEN3_5 = _names(  # of the head that predicts further tokens; the state is float32 always
+    "mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings"
+)
 _ROPE = _names("rope_parameters rope_scaling rope_theta")  # where positions are not known
 NEUTRAL: dict[str, frozenset[str]] = {
     "llama": EVERYWHERE | {"pretraining_tp"},
@@ -49,6 +52,13 @@ NEUTRAL: dict[str, frozenset[str]] = {
         "num_nextn_predict_layers routed_scaling_factor sliding_window topk_group use_mamba_kernels"
     ),
     "lfm2": EVERYWHERE | {"full_attn_idxs"},  # beside layer_types
+    "qwen3_5": EVERYWHERE
+    | _QWEN3_5
+    | _names(
+        "full_attention_interval image_token_id text_config video_token_id vision_config vision_end_token_id "
+        "vision_start_token_id"
+    ),
+    "qwen3_5_text": EVERYWHERE | _QWEN3_5 | {"full_attention_interval"},  # beside layer_types
 }
 # Fields that transformers' code for all models reads. With another value they make a model that is not supported here.
 ONLY: dict[str, Any] = {

@@ -25,6 +25,7 @@ BLOCK = 32
 SUFFIX = "_offset"  # of the parameter C of a weight
 _MULTIPLIED = {
     "q",
+    "gate",
     "k",
     "v",
     "o",
@@ -36,6 +37,7 @@ _MULTIPLIED = {
     "x",
     "dt",
 }  # matrices of a layer, in all families
+_EXACT = "_ba"  # of gated DeltaNet: few rows, and what they give stands in an exponent
 _LEAST = np.float32(2.0**-14)  # a step: float16's smallest that has all its digits
 
 
@@ -43,6 +45,11 @@ def is_multiplied(name: str) -> bool:
     """Return True if a parameter is a matrix in a layer's product. Mamba-1's A, for example, is not."""
     layer, _, own = name.partition("_")
     return layer.startswith("layer") and own in _MULTIPLIED
+
+
+def is_exact(name: str) -> bool:
+    """Return True if a matrix stays float32 in every quantization."""
+    return name.endswith(_EXACT)
 
 
 def with_offsets(bindings: Mapping[str, Binding], weights: Collection[str]) -> dict[str, Binding]:

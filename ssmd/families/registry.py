@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from ssmd.families import (
     mamba2,
     nemotron_h,
     qwen3,
+    qwen3_5,
+    qwen3_5_text,
 )
 from ssmd.families.fields import FamilyError, Recorded
 from ssmd.families.neutral import NEUTRAL, check
@@ -38,19 +40,33 @@ class Family:
     describe: Callable[[Any], Plan]
     bindings: Callable[[Any], dict[str, Binding]]
     buckets: tuple[int, ...] = (16, 64, 256)  # prefill lengths in tokens, unless others are asked for
+    # The fields of the text model, if they are in an object of config.json. The rest of its fields is left out.
+    text: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by the beginning of tensors' names, what they make
 
     def parse(self, config: Mapping[str, Any]) -> Any:
         """Read a config.json as the family's own config. Raises FamilyError naming the field."""
-        check(config)
+        return self._read(self._text(config))
+
+    def _text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.text is None:
+            return config
+        check({name: value for name, value in config.items() if name != "text_config"})
+        return self.text(config)
+
+    def _read(self, text: Mapping[str, Any]) -> Any:
+        check(text)
         with _said():
-            return self.read(config)
+            return self.read(text)
 
     def unread(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of set fields of a config.json that are not read and not known to have no effect."""
-        recorded = Recorded(config)
-        self.parse(recorded)
+        text = self._text(config)
+        recorded = Recorded(text)
+        self._read(recorded)
         known = recorded.asked | NEUTRAL[self.name]
-        return tuple(sorted(name for name, value in config.items() if value is not None and name not in known))
+        fields = {**config, **text}
+        return tuple(sorted(name for name, value in fields.items() if value is not None and name not in known))
 
     def plan(self, config: Any) -> Plan:
         """Describe the model of a config: layers, state, parameters. Raises FamilyError if it is not possible."""
@@ -90,6 +106,7 @@ def _said() -> Iterator[None]:
         raise FamilyError(f"config.json makes no model that can be: {why}") from err
 
 
+QWEN3_5_LEFT_OUT = {"model.visual.": "the vision tower", "mtp.": "the head that predicts further tokens (MTP)"}
 FAMILIES = {
     family.name: family
     for family in (
@@ -104,6 +121,21 @@ FAMILIES = {
         Family("falcon_mamba", falcon_mamba.parse, mamba.plan, mamba.bindings, buckets=(16, 64)),
         Family("nemotron_h", nemotron_h.Config.parse, nemotron_h.plan, nemotron_h.bindings),
         Family("lfm2", lfm2.Config.parse, lfm2.plan, lfm2.bindings),
+        Family(
+            "qwen3_5",
+            qwen3_5.parse,
+            qwen3_5_text.plan,
+            qwen3_5_text.bindings,
+            text=qwen3_5.text_of,
+            left_out=QWEN3_5_LEFT_OUT,
+        ),
+        Family(
+            "qwen3_5_text",
+            qwen3_5_text.Config.parse,
+            qwen3_5_text.plan,
+            qwen3_5_text.bindings,
+            left_out=QWEN3_5_LEFT_OUT,
+        ),
     )
 }
 

@@ -6,7 +6,7 @@ inverse; b is at most 64. R is the block diagonal matrix of as many H_b as the c
 computed by
 
     h' = h R                       residual stream: RMSNorm's factor does not change by R
-    W' = W diag(norm) R            its readers: q, k, v, in, gate_up, up and an untied head; the norms are gone
+    W' = W diag(norm) R            its readers: q, gate, k, v, in, ba, gate_up, up, an untied head; the norms are gone
     W' = R W, bias' = bias R       its writers: o, out, down
     embedding' = embedding R
     W' = W R                       out and down once more, on the other side: their input is multiplied by H_b in
@@ -25,7 +25,7 @@ import numpy as np
 from ssmd.families.weights import Array, Binding, mapped
 
 BLOCK = 64  # b; the graph's matrices of it, 64 x 64, are too small to be quantized
-_MIXERS, _MLPS = ("q", "k", "v", "in"), ("gate_up", "up")
+_MIXERS, _MLPS = ("q", "gate", "k", "v", "in", "ba"), ("gate_up", "up")
 READERS = {"norm1": _MIXERS, "norm2": _MLPS, "norm": _MIXERS + _MLPS}  # by the norm they read through
 WRITERS = ("o", "out", "down")
 SPREAD = ("out", "down")

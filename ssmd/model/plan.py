@@ -5,25 +5,35 @@ Parameters are embedding, norm, head unless tied, and for each layer i `layer{i}
     norm1, norm2              (hidden,): norms of the mixers' and the MLP's input; `norm` where there is only one
     in, out, x, dt            projections of a recurrent mixer, with *_bias
     conv, conv_bias           (K, 1, C), (C,)
-    A, D, dt_bias             Mamba-1: (N, C), (C,), (C,); Mamba-2: (H,)
-    gated_norm                (inner,)
+    A, D, dt_bias             Mamba-1: (N, C), (C,), (C,); Mamba-2: (H,); gated DeltaNet: (H,), no D
+    ba                        gated DeltaNet: (2 H, hidden), the rows of b, then of a; float32 in every quantization
+    gated_norm                (inner,); gated DeltaNet: (V,), the same in every head
     q, k, v, o                ((H or G) D, hidden), (hidden, H D), with *_bias; q_norm, k_norm (D,)
+    gate                      (H D, hidden), with gate_bias, where attention's output has a gate
     gate_up, down             (2 I, hidden), (hidden, I), with *_bias; gate's rows come first; without a gate
     up, down                  (I, hidden), (hidden, I), with *_bias
 
 Glossary: H heads, G key/value heads, D head_dim, N states, K conv width, C channels of a convolution, I intermediate,
-R rotated values of a head, S context.
+R rotated values of a head, S context. Of gated DeltaNet, H value heads, K and V the values of a key and of a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from ssmd.model.rope import Rope
 from ssmd.model.state import StateSpec, TensorSpec
@@ -140,6 +150,68 @@ class Mamba2(_Part):
             yield "out_bias", (hidden,)
 
 
+class GatedDeltaNet(_Part):
+    """Gated DeltaNet's mixer (arXiv:2412.06464): H value heads of V values read and write states with keys of K values.
+
+        gate, q, k, v = in x (q, k, v after the convolution and SiLU);  b, a = ba x
+        q, k = l2(q) / sqrt(K), l2(k) by head;  l2(x) = x / sqrt(sum(x^2) + 1e-6)
+        g = A softplus(a + dt_bias), beta = sigmoid(b)
+        S = exp(g) S;  S += beta (v - S k) k^T;  y = S q
+        out (rms_norm(y by head, eps) * gated_norm * silu(gate))
+
+    heads: H. key_heads: each is read by heads / key_heads consecutive value heads. key_dim, value_dim: K, V. width: of
+    the convolution, which has no bias. A pad has g = beta = 0, which leaves S as it is.
+    """
+
+    kind: Literal["gated_deltanet"] = "gated_deltanet"
+    heads: Size
+    key_heads: Size
+    key_dim: Size
+    value_dim: Size
+    width: Width
+    eps: Eps
+
+    @model_validator(mode="after")
+    def _divides(self) -> GatedDeltaNet:
+        if self.heads % self.key_heads:
+            raise ValueError(f"{self.key_heads} key heads do not divide {self.heads} value heads")
+        return self
+
+    @property
+    def inner(self) -> int:
+        """Values of all heads."""
+        return self.heads * self.value_dim
+
+    @property
+    def keys(self) -> int:
+        """Values of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k, v."""
+        return 2 * self.keys + self.inner
+
+    @property
+    def rows(self) -> int:
+        """Rows of `in`: gate, conv input."""
+        return self.inner + self.channels
+
+    def state(self, layer: int, dtype: str) -> Iterator[TensorSpec]:
+        """Name conv and ssm of `layer`, always float32. ssm is S, (H, V, K)."""
+        yield TensorSpec(f"conv_{layer}", "conv", layer, (self.channels, self.width - 1))
+        yield TensorSpec(f"ssm_{layer}", "ssm", layer, (self.heads, self.value_dim, self.key_dim))
+
+    def parameters(self, hidden: int) -> Iterator[tuple[str, Shape]]:
+        """Name its parameters with their shapes."""
+        yield "in", (self.rows, hidden)
+        yield "ba", (2 * self.heads, hidden)
+        yield "out", (hidden, self.inner)
+        yield "conv", (self.width, 1, self.channels)
+        yield from ((name, (self.heads,)) for name in ("A", "dt_bias"))
+        yield "gated_norm", (self.value_dim,)
+
+
 class ShortConv(_Part):
     """LFM2's short gated convolution. Rows of `in` are B, gate, x."""
 
@@ -167,7 +239,8 @@ class Attention(_Part):
     """Grouped-query attention (arXiv:2305.13245): each key/value head is read by heads / kv_heads query heads.
 
     qk_eps: epsilon of the norms of queries and keys. rotated: number of first values of a head that take RoPE. Scores
-    are plain products of q and k: their scale, 1/sqrt(D) in most families, is a factor in q or in q_norm.
+    are plain products of q and k: their scale, 1/sqrt(D) in most families, is a factor in q or in q_norm. gate:
+    "values" multiplies each value of the output, before o, by the sigmoid of its own row of `gate`.
     """
 
     kind: Literal["attention"] = "attention"
@@ -177,6 +250,13 @@ class Attention(_Part):
     bias: bool
     qk_eps: Eps | None
     rotated: Annotated[int, Field(ge=0, strict=True)]
+    gate: Literal["none", "values"] = "none"
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `gate` where there is none: plans written before it have the same bytes."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if (name, value) != ("gate", "none")}
 
     @model_validator(mode="after")
     def _divides(self) -> Attention:
@@ -207,6 +287,10 @@ class Attention(_Part):
         yield "o", (hidden, queries)
         if self.bias:
             yield "o_bias", (hidden,)
+        if self.gate == "values":
+            yield "gate", (queries, hidden)
+            if self.bias:
+                yield "gate_bias", (queries,)
         if self.qk_eps is not None:
             yield from ((name, (self.head_dim,)) for name in ("q_norm", "k_norm"))
 
@@ -236,7 +320,7 @@ class Mlp(_Part):
             yield "down_bias", (hidden,)
 
 
-Mixer = Annotated[Mamba1 | Mamba2 | ShortConv | Attention, Field(discriminator="kind")]
+Mixer = Annotated[Mamba1 | Mamba2 | GatedDeltaNet | ShortConv | Attention, Field(discriminator="kind")]
 
 
 class Layer(_Part):
@@ -280,7 +364,7 @@ class Plan(_Part):
         return self
 
     @property
-    def mixers(self) -> tuple[Mamba1 | Mamba2 | ShortConv | Attention, ...]:
+    def mixers(self) -> tuple[Mixer, ...]:
         """The mixers of all layers, in order."""
         return tuple(m for layer in self.layers for m in layer.mixers)
 

@@ -3,7 +3,7 @@
 Canonical form (docs/state-layout.md): little-endian, per layer, no batch axis.
 
     conv   [C, K-1]                 oldest -> newest
-    ssm    [H, P, N]  (Mamba-1: [D, N])
+    ssm    [H, P, N]  (Mamba-1: [D, N]; gated DeltaNet: [H, V, K])
     key    [kv_heads, n, head_dim]  n = rows; after RoPE where the family has it
     value  [kv_heads, n, head_dim]
 """
