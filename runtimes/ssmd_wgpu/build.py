@@ -22,13 +22,13 @@ from ssmd.families.weights import Binding, mapped, stacked
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.progress import Progress, staged
 from ssmd.model.artifact import GOLDEN, Artifact, seal
-from ssmd.model.plan import first_problem
+from ssmd.model.plan import Attention, GatedDeltaNet, Plan, first_problem
 from ssmd.model.source import Source
 from ssmd.refit.install import checked_tokenizer, config_of, fields_of, placed, save_texts
 from ssmd.runtime.verify import GOLDEN_POSITIONS, compare, golden_tokens, save_golden
 from ssmd_wgpu import pack
 from ssmd_wgpu.pack import Weights
-from ssmd_wgpu.plan import FILE, PackedPlan
+from ssmd_wgpu.plan import FILE, PackedPlan, attention_rows
 from ssmd_wgpu.reference import Reference
 
 RECIPES = {
@@ -116,7 +116,7 @@ class WgpuConverter:
                 runtime=self.runtime,
                 device_class=self.device_class,
                 quantization=asked.quantization,
-                recipe=RECIPES.get(asked.quantization, {}),
+                recipe=recipe_of(plan, asked.quantization),
                 conversion={},
                 buckets=asked.buckets,
                 tiers=asked.tiers[-1:],
@@ -130,6 +130,14 @@ class WgpuConverter:
 
 
 CONVERTER = WgpuConverter()
+
+
+def recipe_of(plan: Plan, quantization: str) -> dict[str, str]:
+    """Describe the formats of the weights; empty where all have one format."""
+    made = dict(RECIPES.get(quantization, {}))
+    if quantization != "f32" and any(isinstance(m, GatedDeltaNet) for m in plan.mixers):
+        made["weights"] = f"{made.get('weights', quantization)}; those of gated DeltaNet's b and a float32"
+    return made
 
 
 def packed_plan(family: Family, config: Any, context: int) -> PackedPlan:
@@ -150,7 +158,8 @@ def rows_of(family: Family, config: Any, plan: PackedPlan, source: Source) -> di
         if own in ("norm1", "norm2") and name not in bound:
             made[name] = bound[prefix + "norm"]
         elif own in ("qkv", "qkv_bias"):
-            made[name] = stacked(*(bound[prefix + part + own[3:]] for part in "qkv"))
+            parts = next(attention_rows(m)[0] for m in plan.layers[_layer(prefix)].mixers if isinstance(m, Attention))
+            made[name] = stacked(*(bound[prefix + part + own[3:]] for part in parts))
         elif own == "conv":
             made[name] = mapped(lambda w: np.ascontiguousarray(w[:, 0].T), bound[name])  # (K, 1, C) -> (C, K)
         elif own == "A":
@@ -167,6 +176,11 @@ def rows_of(family: Family, config: Any, plan: PackedPlan, source: Source) -> di
 def packed_rows(weights: Weights) -> dict[str, pack.Rows]:
     """Read the rows of weights that are packed already, block by block."""
     return {name: partial(weights.rows, name) for name in (*weights.vectors, *weights.matrices)}
+
+
+def _layer(prefix: str) -> int:
+    """Return 3 for "layer3_"."""
+    return int(prefix.removeprefix("layer").removesuffix("_"))
 
 
 def _split(name: str) -> tuple[str, str]:

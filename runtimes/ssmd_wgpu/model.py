@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ssmd.model.plan import Mamba1, Mamba2, ShortConv
+from ssmd.model.plan import GatedDeltaNet, Mamba1, Mamba2, ShortConv
 from ssmd.runtime.protocol import FormTime
 from ssmd_wgpu import library
 from ssmd_wgpu.device import ALIGNMENT, SHADERS, Gpu, digest
 from ssmd_wgpu.op import Op
 from ssmd_wgpu.operations import Operations
 from ssmd_wgpu.pack import Weights
-from ssmd_wgpu.plan import PackedPlan
+from ssmd_wgpu.plan import PackedPlan, attention_rows
 from ssmd_wgpu.products import MOST_SLICES, MOST_SUMS, Tiling
 from ssmd_wgpu.recorder import Dispatch, Region
 from ssmd_wgpu.resident import DeviceWeights
@@ -78,10 +78,12 @@ class Model:
                     if self._chunked:
                         grow(dt=m.heads, logs=m.heads)
                         chunks = max(chunks, m.inner * m.states * -(-t // CHUNK))
+                elif isinstance(m, GatedDeltaNet):
+                    grow(wide=m.rows, u=m.channels, bc=2 * m.heads, dt=m.heads, logs=m.heads, y=m.inner)
                 elif isinstance(m, ShortConv):
                     grow(wide=3 * m.channels, y=m.channels)
                 else:
-                    grow(qkv=m.rows, y=m.heads * m.head_dim)
+                    grow(qkv=attention_rows(m)[1], y=m.heads * m.head_dim)
                     counters = max(counters, 1 + STREAMS * m.heads)
                     parts = max(parts, STREAMS * m.heads * self.slots.most_pages * (m.head_dim + 2))
         made = {name: self.gpu.region(4 * size * t) for name, size in width.items()}

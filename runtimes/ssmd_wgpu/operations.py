@@ -1,7 +1,8 @@
 """The operations of a plan: kernels over buffers, for one token each of some streams, or T tokens of one.
 
 Buffers of T rows, each a token or a stream of the call: x (T, hidden), the residual stream; wide and qkv, outputs of a
-first product; u, after a convolution; bc and dt, of Mamba-1; y, output of a mixer; scale (T).
+first product; u, after a convolution; bc and dt, of Mamba-1; bc, dt and logs, of gated DeltaNet: b and a, beta, decay; y,
+output of a mixer; scale (T).
 
 streams: the number of streams that a decode step's kernels are made for; 0 in a prefill.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ssmd.model.plan import Attention, Mamba1, Mamba2, ShortConv
+from ssmd.model.plan import Attention, GatedDeltaNet, Mamba1, Mamba2, ShortConv
 from ssmd.runtime.hoststate.graph import GraphError
+from ssmd_wgpu import delta
 from ssmd_wgpu.device import Gpu, shader
 from ssmd_wgpu.op import Op, f32, f32_or_none, operation
 from ssmd_wgpu.pack import VALUES
@@ -79,6 +81,8 @@ class Operations:
                 yield from self._mamba1(i, part, mixer, streams)
             elif isinstance(mixer, Mamba2):
                 yield from self._mamba2(i, part, mixer, streams, chunked)
+            elif isinstance(mixer, GatedDeltaNet):
+                yield from self._gated_deltanet(i, part, mixer, streams)
             else:
                 yield from self._short_conv(i, part, mixer, streams)
         if layer.mlp is not None:
@@ -186,6 +190,33 @@ class Operations:
         norm: dict[str, Any] = {"gain": at["gated_norm"], "eps": m.eps} if streams and normed else {}
         yield from self._products.of(to + "out", part, "y", "x", streams, end="add", unit=_unit(cut), **norm)
 
+    def _gated_deltanet(self, i: int, part: str, m: GatedDeltaNet, streams: int) -> Iterator[Op]:
+        to, at = f"layer{i}_", self._parts[part].at
+        conv = _sizes_of_conv(m.channels, m.width, at)
+        gain = at["norm1"]
+        if streams:
+            fused: dict[str, Any] = {**conv, "inner": m.inner, "end": "mamba2", "layer": i}
+            yield from self._products.of(to + "in", part, "x", "wide", streams, gain=gain, **fused)
+        else:
+            yield from self._products.of(to + "in", part, "x", "wide", 0, gain=gain)
+            yield self._conv(part, i, "u", 0, gated=False, stride=m.rows, offset=m.inner, **conv)
+        yield from self._products.of(to + "ba", part, "x", "bc", streams, gain=gain)
+        regions = {**self._named("u", "bc", "y", "dt", "logs"), **self._wide(part)}
+        cut = self._products.slices(to + "out", m.value_dim)
+        if streams:
+            found = self._products.spread(to + "out", part, cut, 11) if streams == 1 else None
+            regions |= {} if found is None else found.regions
+            text = delta.step(m, at, None if found is None else found.sizes)
+            yield operation(self._gpu, text, regions, (m.heads, 1), i, tokens=1)
+            if found is not None:
+                return
+        else:
+            for text, grid, tokens in delta.recurrence(m, at):
+                yield operation(self._gpu, text, regions, grid, i, tokens)
+            of: dict[str, Any] = {"columns": m.value_dim, "stride": m.inner, "offset": 0, "eps": f32(m.eps)}
+            yield self._group_norm("y", part, m.heads, gain=at["gated_norm"], shared=True, gate=m.rows, **of)
+        yield from self._products.of(to + "out", part, "y", "x", streams, end="add", unit=_unit(cut))
+
     def _short_conv(self, i: int, part: str, m: ShortConv, streams: int) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at
         conv = _sizes_of_conv(m.channels, m.width, at)
@@ -205,6 +236,7 @@ class Operations:
             "qk_eps": f32_or_none(m.qk_eps),
             "q_norm": at.get("q_norm"),
             "k_norm": at.get("k_norm"),
+            "gate": m.gate != "none",
             **self._pages,
         }
         regions = {**self._named("qkv", "y", "parts", "count"), "P": self._parts[part].region}
@@ -237,9 +269,9 @@ class Operations:
         regions = {**self._named("u", "y", "bc", "dt"), **self._wide(part)}
         return operation(self._gpu, text, regions, (-(-sizes["channels"] // 4), 1), layer)
 
-    def _group_norm(self, of: str, part: str, groups: int, **sizes: Any) -> Op:
+    def _group_norm(self, of: str, part: str, groups: int, *, shared: bool = False, **sizes: Any) -> Op:
         regions = {"Y": self._buffers[of], **self._wide(part)}
-        return operation(self._gpu, shader("group_norm", **sizes), regions, (groups, 1), tokens=1)
+        return operation(self._gpu, shader("group_norm", shared=shared, **sizes), regions, (groups, 1), tokens=1)
 
     def _rms(self) -> Op:
         text = shader("rms", columns=self._plan.hidden, eps=f32(self._plan.eps))

@@ -38,6 +38,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 }
 _DECODED_VALUES = 1 << 20  # at a time
 _SMALL = ("x", "dt")  # Mamba-1's: few bytes, and what they give stands in an exponent
+_EXACT = ("ba",)  # gated DeltaNet's, likewise: it decides on what a state forgets
 _BYTEWISE = ("embedding", "head")
 
 
@@ -47,9 +48,12 @@ class PackError(ValueError):
 
 def format_of(name: str, quantization: Format) -> Format:
     """Return the format of a matrix in an artifact of that quantization."""
+    own = name.rpartition("_")[2]
+    if own in _EXACT:
+        return "f32"
     if quantization in ("f32", "f16"):
         return quantization
-    if name.rpartition("_")[2] in _SMALL:
+    if own in _SMALL:
         return "f16"
     return "int8" if name in _BYTEWISE else quantization
 

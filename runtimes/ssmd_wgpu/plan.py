@@ -1,7 +1,8 @@
 """plan.json of an artifact: a model's plan for weights that are packed for shaders.
 
 The file of weights has the plan's parameters (ssmd/model/plan.py), some of them in another form:
-    qkv                       q, k and v as one matrix, ((H + 2 G) D, hidden), with qkv_bias.
+    qkv                       q, k, v and, if there is one, the output's gate as one matrix, ((H + 2 G) D, hidden) or
+                              ((2 H + 2 G) D, hidden), with qkv_bias.
     conv, A                   channels first: (C, width), Mamba-1's A (C, N).
     norm1, norm2              also if the plan's name is `norm`, in a layer with only one norm.
     rope_cos, rope_sin        (context, R / 2), if a layer rotates.
@@ -16,12 +17,13 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from ssmd.model.plan import Attention, Mamba1, Mixer, Plan, PlanError, Shape, ShortConv, Size
+from ssmd.model.plan import Attention, GatedDeltaNet, Mamba1, Mixer, Plan, PlanError, Shape, ShortConv, Size
 from ssmd.runtime.protocol import ProgramError
 
 FILE = "plan.json"
 MAX_VALUES = 2**31 - 1  # of a tensor: indices of shaders are u32, and so are their products
 MAX_STATES = MAX_HEAD_DIM = 1024  # which a workgroup holds
+MAX_DELTA = 256  # values of a key or a value of gated DeltaNet: a workgroup has a thread for each
 MAX_WIDTH = 9
 
 
@@ -50,7 +52,11 @@ class PackedPlan(Plan):
                 continue
             if m.width > MAX_WIDTH:
                 raise ValueError(f"width {m.width} of a convolution is more than {MAX_WIDTH}")
-            if not isinstance(m, ShortConv) and m.states > MAX_STATES:
+            if isinstance(m, GatedDeltaNet):
+                for name in ("key_dim", "value_dim"):
+                    if getattr(m, name) > MAX_DELTA:
+                        raise ValueError(f"{name} {getattr(m, name)} of gated DeltaNet is more than {MAX_DELTA}")
+            elif not isinstance(m, ShortConv) and m.states > MAX_STATES:
                 raise ValueError(f"states {m.states} are more than {MAX_STATES}")
         return self
 
@@ -85,14 +91,22 @@ class PackedPlan(Plan):
             raise ProgramError(str(err)) from err
 
 
+def attention_rows(mixer: Attention) -> tuple[tuple[str, ...], int]:
+    """Name the matrices that are one as `qkv`, in order, and count their rows."""
+    if mixer.gate == "none":
+        return ("q", "k", "v"), mixer.rows
+    return ("q", "k", "v", "gate"), mixer.rows + mixer.heads * mixer.head_dim
+
+
 def packed_mixer(mixer: Mixer, hidden: int) -> Iterator[tuple[str, Shape]]:
     """Name a mixer's parameters with their shapes in the file of weights."""
     if isinstance(mixer, Attention):
-        yield "qkv", (mixer.rows, hidden)
+        parts, rows = attention_rows(mixer)
+        yield "qkv", (rows, hidden)
         if mixer.bias:
-            yield "qkv_bias", (mixer.rows,)
+            yield "qkv_bias", (rows,)
     for name, shape in mixer.parameters(hidden):
-        if isinstance(mixer, Attention) and name.removesuffix("_bias") in ("q", "k", "v"):
+        if isinstance(mixer, Attention) and name.removesuffix("_bias") in parts:
             continue
         if name == "conv" and not isinstance(mixer, Attention):
             yield name, (shape[-1], mixer.width)

@@ -1,7 +1,8 @@
 """The reference of a plan's arithmetic, in numpy and float64: an artifact's golden values, from unpacked weights.
 
 Written from the papers; a layer's weights are read when it is computed and then let go.
-Glossary: T tokens, C channels, N d_state, H heads, G key/value heads or groups, D head_dim.
+Glossary: T tokens, C channels, N d_state, H heads, G key/value heads or groups, D head_dim; K and V, values of gated
+DeltaNet's keys and values.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.model.plan import Attention, Mamba1, Mamba2, Mlp, ShortConv
+from ssmd.model.plan import Attention, GatedDeltaNet, Mamba1, Mixer, Mlp, ShortConv
 from ssmd_wgpu.pack import Rows
 from ssmd_wgpu.plan import PackedPlan
 
 Array = NDArray[np.float64]  # in which the order of sums does not show in the golden values, float32
 
 
+L2_EPS = 1e-6  # of gated DeltaNet's keys and queries
+
+
 def silu(x: Array) -> Array:
     with np.errstate(over="ignore"):  # exp(-x) of a very negative x is infinite, and the quotient 0
         return np.asarray(x / (1 + np.exp(-x)))
+
+
+def sigmoid(x: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return np.asarray(1 / (1 + np.exp(-x)))
 
 
 def softplus(x: Array) -> Array:
@@ -61,6 +70,21 @@ def ssd(x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array) -> Array:
     scores = np.repeat(np.einsum("tgn,sgn->tsg", c, b), each, -1)  # (T, S, H)
     y: Array = np.einsum("tsh,shp->thp", scores * decays * dt[None], x)
     return y + d[:, None] * x
+
+
+def gated_delta_rule(q: Array, k: Array, v: Array, decay: Array, beta: Array) -> Array:
+    """Compute the recurrence of arXiv:2412.06464, equation 10, token by token.
+
+    q and k (T, G, K) of length 1, v (T, H, V), decay and beta (T, H) -> (T, H, V).
+    """
+    each = v.shape[1] // k.shape[1]
+    state, ys = np.zeros((*v.shape[1:], k.shape[-1])), []  # (H, V, K)
+    for qt, kt, vt, dt, bt in zip(np.repeat(q, each, 1), np.repeat(k, each, 1), v, decay, beta, strict=True):
+        state *= dt[:, None, None]
+        written = bt[:, None] * (vt - np.einsum("hvk,hk->hv", state, kt))
+        state += written[..., None] * kt[:, None]
+        ys.append(np.einsum("hvk,hk->hv", state, qt))
+    return np.stack(ys)
 
 
 def rope(x: Array, cos: Array, sin: Array) -> Array:
@@ -115,9 +139,11 @@ class Reference:
         gate, up = np.split(self._linear(to + "gate_up", x), 2, -1)
         return self._linear(to + "down", silu(gate) * up)
 
-    def _mixer(self, to: str, mixer: Mamba1 | Mamba2 | ShortConv | Attention, x: Array) -> Array:
+    def _mixer(self, to: str, mixer: Mixer, x: Array) -> Array:
         if isinstance(mixer, Attention):
             return self._attention(to, mixer, x)
+        if isinstance(mixer, GatedDeltaNet):
+            return self._gated_deltanet(to, mixer, x)
         y = self._linear(to + "in", x)
         conv, bias = self._whole(to + "conv"), self._maybe(to + "conv_bias")
         if isinstance(mixer, ShortConv):
@@ -147,14 +173,29 @@ class Reference:
             y = y * silu(gate)
         return self._linear(to + "out", y)
 
+    def _gated_deltanet(self, to: str, m: GatedDeltaNet, x: Array) -> Array:
+        length, heads = len(x), (m.heads, m.value_dim)
+        gate, qkv = np.split(self._linear(to + "in", x), [m.inner], -1)
+        b, a = np.split(self._linear(to + "ba", x), 2, -1)  # (T, H)
+        q, k, v = np.split(silu(causal_conv(qkv, self._whole(to + "conv"), None)), (m.keys, 2 * m.keys), -1)
+        q, k = (t.reshape(length, m.key_heads, m.key_dim) for t in (q, k))
+        q, k = (t / np.sqrt((t * t).sum(-1, keepdims=True) + L2_EPS) for t in (q, k))
+        decay = np.exp(self._whole(to + "A") * softplus(a + self._whole(to + "dt_bias")))
+        y = gated_delta_rule(q * m.key_dim**-0.5, k, v.reshape(length, *heads), decay, sigmoid(b))
+        y = rms_norm(y, self._whole(to + "gated_norm"), m.eps) * silu(gate.reshape(length, *heads))
+        return self._linear(to + "out", y.reshape(length, m.inner))
+
     def _attention(self, to: str, m: Attention, x: Array) -> Array:
         heads = self._linear(to + "qkv", x).reshape(len(x), -1, m.head_dim)
-        q, k, v = np.split(heads, (m.heads, m.heads + m.kv_heads), 1)
+        q, k, v, gate = np.split(heads, np.cumsum((m.heads, m.kv_heads, m.kv_heads)), 1)
         if m.qk_eps is not None:
             q, k = (rms_norm(t, self._whole(to + n), m.qk_eps) for t, n in ((q, "q_norm"), (k, "k_norm")))
         if m.rotated:
             q, k = (rope(t, self._cos, self._sin) for t in (q, k))
-        return self._linear(to + "o", attention(q, k, v).reshape(len(x), -1))
+        y = attention(q, k, v)
+        if m.gate != "none":
+            y = y * sigmoid(gate)
+        return self._linear(to + "o", y.reshape(len(x), -1))
 
     def _linear(self, name: str, x: Array) -> Array:
         y: Array = np.concatenate([x @ block.T.astype(np.float64) for block in self._rows[name]()], -1)

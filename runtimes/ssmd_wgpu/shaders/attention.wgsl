@@ -4,13 +4,15 @@
 // `one`: one token of each stream, whose queries, key and value are still without norm and RoPE and whose row is not in the
 // cache; a page of the cache for each workgroup. `end`: their findings stay "apart" for attention_merge.wgsl, or the last
 // workgroup of a head puts them together "here"; "spread": of one stream, and x += V y with it.
+// `gate`: what a head gives is multiplied with the sigmoid of its gate (Qwen3.5).
 {% set values = 8 if half else 4 %}
 {% set whole = one and head_dim % 8 == 0 and head_dim <= 256 and page <= 256 %}
 {% set threads = 256 if whole else 64 %}
+{% set wide_row = "(2u * H + 2u * G)" if gate else "(H + 2u * G)" %}
 {% set width = "vec4<%s>" % ("u32" if half else "f32") if whole else ("u32" if half else "f32") %}
 const H = {{ heads }}u;
 const G = {{ kv_heads }}u;
-@group(0) @binding(0) var<storage, read> QKV: array<f32>;  // (T, H + 2 G, D)
+@group(0) @binding(0) var<storage, read> QKV: array<f32>;  // (T, H + 2 G, D), with a gate (T, 2 H + 2 G, D)
 {% if one %}
 @group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // gain of queries (D), of keys (D), see Vectors
 {{ "@coherent " if end != "apart" }}@group(0) @binding(4) var<storage, read_write> PARTS: array<f32>;  // (streams, H, most_pages, D + 2)
@@ -32,6 +34,9 @@ const G = {{ kv_heads }}u;
 {% else %}
 const D = {{ head_dim }}u;
 @group(0) @binding(1) var<storage, read_write> Y: array<f32>;  // (T, H, D)
+{% endif %}
+{% if gate and (not one or end != "apart") %}
+{% include "output_gate.wgsl" %}
 {% endif %}
 {% include "control.wgsl" %}
 {% include "pages.wgsl" %}
@@ -83,7 +88,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let slot = CTL[4u * stream + 2u];
   let parts = (stream * H + group.x) * {{ most_pages }}u * (D + 2u);
   let to = parts + part * (D + 2u);
-  let heads = stream * (H + 2u * G);
+  let heads = stream * {{ wide_row }};
   begin_row(li, (heads + group.x) * D);
   {% if qk_eps is not none %}
   norm(li, {{ q_norm }}u);
@@ -154,7 +159,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let begin = 0u;
   let slot = CTL[2];
   let rows = CTL[0] + group.y + 1u;
-  let from0 = (group.y * (H + 2u * G) + group.x) * D;
+  let from0 = (group.y * {{ wide_row }} + group.x) * D;
   let to = (group.y * H + group.x) * D;
   for (var i = li; i < D; i += 64u) { query[i] = QKV[from0 + i]; }
   {% endif %}
@@ -289,7 +294,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   }
   {% for e in range(per_thread) %}
   if (li + {{ 64 * e }}u < D) {
-    {{ "PARTS" if one else "Y" }}[to + li + {{ 64 * e }}u] = out{{ e }}{{ "" if one else " / weight" }};
+    {{ "PARTS" if one else "Y" }}[to + li + {{ 64 * e }}u] = out{{ e }}{{ "" if one else " / weight * gate_of(group.y, group.x, li + %du)" % (64 * e) if gate else " / weight" }};
   }
   {% endfor %}
   {% endif %}
@@ -304,9 +309,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let top = largest_of(parts, pages);
   let whole = merged(parts, pages, top, D + 1u);
   {% if end == "here" %}
-  for (var d = li; d < D; d += {{ threads }}u) { Y[(stream * H + group.x) * D + d] = merged(parts, pages, top, d) / whole; }
+  for (var d = li; d < D; d += {{ threads }}u) { Y[(stream * H + group.x) * D + d] = merged(parts, pages, top, d) / whole{{ " * gate_of(stream, group.x, d)" if gate }}; }
   {% else %}
-  for (var d = li; d < D; d += {{ threads }}u) { slice[d / 4u][d % 4u] = merged(parts, pages, top, d) / whole; }
+  for (var d = li; d < D; d += {{ threads }}u) { slice[d / 4u][d % 4u] = merged(parts, pages, top, d) / whole{{ " * gate_of(stream, group.x, d)" if gate }}; }
   workgroupBarrier();
   spread(group.x, li);
   if (arrives_last(li, 0u, SLICES)) { finish(li); }

@@ -10,7 +10,7 @@ const L = {{ lanes }}u;
 {% include "control.wgsl" %}
 @group(1) @binding(2) var<storage, read_write> SSM: array<{{ unit }}>;  // (slots, H, D, K)
 
-var<workgroup> read: array<f32, 128>;  // S k of each thread, for a token and for the one before
+var<workgroup> parts: array<f32, 128>;  // S k of each thread, for a token and for the one before
 var<workgroup> sums: array<f32, 1024>;  // (16 tokens, 64 threads): S' q
 
 @compute @workgroup_size(64)
@@ -41,10 +41,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
       if (on{{ j }}) { k{{ j }} = U[k + {{ lanes * j }}u]; }
       by_key = fma(s{{ j }}, k{{ j }}, by_key);
       {% endfor %}
-      read[to + li] = {{ delta.total("by_key") }};
+      parts[to + li] = {{ delta.total("by_key") }};
       workgroupBarrier();  // one for a token: the token before last was read before the last one's
       var sum = 0.0;
-      for (var l = 0u; l < L; l++) { sum += read[to + first + l]; }
+      for (var l = 0u; l < L; l++) { sum += parts[to + first + l]; }
       let v = t * {{ u_stride }}u + 2u * G * K + h * D + d;
       let decay = LOGS[t * H + h];
       let added = DT[t * H + h] * fma(-decay, sum, {{ delta.value("U", "v") }});

@@ -24,7 +24,7 @@
 
 var<workgroup> query: array<{{ unit }}, UNITS>;
 var<workgroup> key: array<{{ unit }}, UNITS>;
-var<workgroup> read: array<vec2<f32>, {{ 256 * each }}>;  // S k and S q, of each thread's rows
+var<workgroup> parts: array<vec2<f32>, {{ 256 * each }}>;  // S k and S q, of each thread's rows
 var<workgroup> out: array<f32, D>;
 var<workgroup> sums: array<vec3<f32>, 256>;
 
@@ -98,14 +98,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
         by_query = fma(s{{ e }}_{{ j }}, query[n], by_query);
       }
       {% endfor %}
-      read[{{ 256 * e }}u + li] = vec2<f32>({{ delta.total("by_key") }}, {{ delta.total("by_query") }});
+      parts[{{ 256 * e }}u + li] = vec2<f32>({{ delta.total("by_key") }}, {{ delta.total("by_query") }});
     }
     {% endfor %}
     workgroupBarrier();
     {% for e in range(each) %}
     if (d{{ e }} < D) {
       var sum = vec2<f32>();
-      for (var i = 0u; i < 16u; i++) { sum += read[{{ 256 * e }}u + first + i]; }
+      for (var i = 0u; i < 16u; i++) { sum += parts[{{ 256 * e }}u + first + i]; }
       let added = beta * fma(-decay, sum.x, U[u + 2u * G * K + h * D + d{{ e }}]);
       {% for j in range(per_thread) %}
       {{ "{" if 16 * (j + 1) <= units else "if (lane + %du < UNITS) {" % (16 * j) }}

@@ -1,10 +1,10 @@
 // Of T tokens: norms and RoPE of queries (changed in place), and the new rows of the KV cache. A workgroup for each head
-// of a token: H query heads, G key heads, G value heads.
+// of a token: H query heads, G key heads, G value heads; a `gate` of H heads, which may follow, stays as it is.
 {% include "vectors.wgsl" %}
 
 const H = {{ heads }}u;
 const G = {{ kv_heads }}u;
-@group(0) @binding(0) var<storage, read_write> QKV: array<f32>;  // (T, H + 2 G, D)
+@group(0) @binding(0) var<storage, read_write> QKV: array<f32>;  // (T, H + 2 G, D), with a gate (T, 2 H + 2 G, D)
 @group(0) @binding(1) var<storage, read> P: array<vec4<f32>>;  // gain of queries (D), of keys (D), see Vectors
 {% set at = 2 %}
 {% set threads = 64 %}
@@ -17,7 +17,7 @@ const G = {{ kv_heads }}u;
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   let head = group.x;
-  let from0 = (group.y * (H + 2u * G) + head) * D;
+  let from0 = (group.y * {{ "(2u * H + 2u * G)" if gate else "(H + 2u * G)" }} + head) * D;
   let position = CTL[0] + group.y;
   for (var i = li; i < D; i += 64u) { row[i] = QKV[from0 + i]; }
   workgroupBarrier();

@@ -5,29 +5,50 @@ Quantized kernels are held against the weights that their bytes stand for.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from shaders import (
+    EPS,
+    FORMATS,
+    PAGE,
+    PAGED,
+    PAGES,
+    TOLERANCE,
+    Array,
+    attended,
+    caches,
+    close,
+    control,
+    cut_of,
+    gated,
+    going_on,
+    matrix,
+    matvec,
+    normal,
+    normed,
+    opened,
+    packed,
+    reseed,
+    rows_of,
+    run,
+    scattered,
+    silu,
+    softplus,
+    stepped,
+    stepping,
+    sums_of,
+)
 
-from ssmd_wgpu.device import Gpu, adapters, choose_adapter, shader
-from ssmd_wgpu.pack import VALUES, Format, blocks, decoded, encode
-from ssmd_wgpu.products import Slices, slices_of
+from ssmd_wgpu.device import Gpu, shader
+from ssmd_wgpu.pack import VALUES, Format
+from ssmd_wgpu.products import slices_of
 from ssmd_wgpu.recorder import Region, dispatch
 from ssmd_wgpu.resident import DeviceMatrix
 from ssmd_wgpu.slots import CONTROL
 from ssmd_wgpu.ssd import CHUNK, recurrence, spread
-
-Array = NDArray[Any]
-TOLERANCE = 1e-5  # of the largest value
-FORMATS: tuple[Format, ...] = ("f32", "f16", "int8", "int4")
-EPS = "f32(1e-5)"
-TABLES = CONTROL + 64  # where the pages begin in these tests' words
-PAGE, PAGES = 64, 5  # rows of a page, pages of a slot
-PAGED = {"page": PAGE, "tables": TABLES, "most_pages": PAGES}
 
 
 @pytest.fixture(scope="module", params=["vulkan", pytest.param("gl", marks=pytest.mark.full)])
@@ -41,132 +62,9 @@ def any_gpu(request: pytest.FixtureRequest) -> Gpu:
     return opened(request.param)
 
 
-def opened(name: str) -> Gpu:
-    if name not in {found.name for found in adapters() if not found.why_not}:
-        pytest.skip(f"no adapter {name} here: apt install mesa-vulkan-drivers libvulkan1 libgl1-mesa-dri")
-    return Gpu(choose_adapter(name))
-
-
-_rng = np.random.default_rng(0)
-
-
 @pytest.fixture(autouse=True)
 def _own_numbers(request: pytest.FixtureRequest) -> None:
-    """Of each test, whatever ran before it: a sum whose terms cancel is not a matter of chance."""
-    global _rng
-    _rng = np.random.default_rng(zlib.crc32(request.node.name.encode()))
-
-
-def normal(*shape: int, scale: float = 1.0) -> NDArray[np.float32]:
-    return (_rng.standard_normal(shape) * scale).astype(np.float32)
-
-
-def run(gpu: Gpu, text: str, arrays: Mapping[str, Array], grid: tuple[int, ...], *wanted: str) -> list[Array]:
-    """Dispatch once; what the wanted arrays hold then, in their shapes."""
-    kernel = gpu.kernel(text)
-    regions: dict[str, Region] = {}
-    groups: list[Any] = [None, None]
-    for i, names in enumerate(kernel.bindings):
-        regions |= {name: gpu.uploaded(np.ascontiguousarray(arrays[name])) for name in names}
-        groups[i] = gpu.bound(kernel, i, regions)
-    x, y = (*grid, 1)[:2]
-    found = gpu.recorder.read(
-        [dispatch(kernel.pipeline, groups[0], groups[1], x, y)],
-        [Region(regions[n].buffer, 0, -(-arrays[n].nbytes // 4) * 4) for n in wanted],
-    )
-    return [
-        f[: arrays[n].nbytes].view(arrays[n].dtype).reshape(arrays[n].shape) for n, f in zip(wanted, found, strict=True)
-    ]
-
-
-def control(
-    position: int, count: int, tokens: Array | None = None, slot: int = 0, tables: Array | None = None
-) -> NDArray[np.uint32]:
-    """The words of a prefill of `count` tokens."""
-    words = stepped([position], [slot], tables)
-    words[1] = count
-    if tokens is not None:
-        words[CONTROL : CONTROL + count] = tokens
-    return words
-
-
-def stepped(positions: Sequence[int], slots: Sequence[int], tables: Array | None = None) -> NDArray[np.uint32]:
-    """The words of a decode step. `tables` (slots, PAGES): the pages of every slot."""
-    words = np.zeros(TABLES, np.uint32)
-    for i, (position, slot) in enumerate(zip(positions, slots, strict=True)):
-        words[4 * i : 4 * i + 3] = position, len(positions), slot
-    return np.concatenate([words, np.zeros(0, np.uint32) if tables is None else tables.reshape(-1).astype(np.uint32)])
-
-
-def scattered(slots: int) -> NDArray[np.uint32]:
-    """Pages (slots, PAGES) in no order: caches of (slots * PAGES * PAGE) rows."""
-    return _rng.permutation(slots * PAGES).reshape(slots, PAGES).astype(np.uint32)
-
-
-def rows_of(cache: Array, pages: Array) -> Array:
-    """The rows of a slot's cache in order."""
-    return np.asarray(cache.reshape(-1, PAGE, *cache.shape[1:])[pages].reshape(-1, *cache.shape[1:]))
-
-
-def close(found: Array, expected: Array, tolerance: float = TOLERANCE) -> None:
-    assert found.shape == expected.shape
-    assert np.isfinite(found).all()
-    assert np.abs(found - expected).max() <= tolerance * max(float(np.abs(expected).max()), 1e-30)
-
-
-def packed(**vectors: Array | None) -> tuple[NDArray[np.float32], dict[str, int | None]]:
-    """Vectors one after another, as the model packs them, and where each stands."""
-    at, places, parts = 0, dict[str, int | None](), []
-    for name, vector in vectors.items():
-        places[name] = None if vector is None else at
-        if vector is not None:
-            size = -(-vector.size // 4) * 4
-            parts.append(np.pad(vector.reshape(-1), (0, size - vector.size)))
-            at += size
-    return (np.concatenate(parts) if parts else np.zeros(4, np.float32)).astype(np.float32), places
-
-
-def matrix(rows: int, columns: int, fmt: Format) -> tuple[dict[str, Array], NDArray[np.float64], dict[str, Any]]:
-    """Bindings, the weights in float64, and what a shader is told of them."""
-    values, *scales = encode(normal(rows, columns, scale=columns**-0.5), fmt)
-    sizes = {"format": fmt, "blocks": blocks(columns, fmt), "values": VALUES[fmt], "columns": columns, "rows": rows}
-    return (
-        {"W": values, **({"S": scales[0]} if scales else {})},
-        decoded(columns, fmt, values, *scales).astype(np.float64),
-        sizes,
-    )
-
-
-def silu(x: Array) -> Array:
-    return np.asarray(x / (1 + np.exp(-x.astype(np.float64))))
-
-
-def softplus(x: Array) -> Array:
-    return np.logaddexp(x.astype(np.float64), 0.0)
-
-
-def normed(x: Array, gain: Array | None) -> Array:
-    wide = x.astype(np.float64)
-    return np.asarray(wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * (1 if gain is None else gain))
-
-
-def matvec(sizes: dict[str, Any], **more: Any) -> str:
-    """The text of a plain product, where `more` says nothing else."""
-    plain = {
-        "gain": None,
-        "bias": None,
-        "eps": EPS,
-        "end": "store",
-        "first": 0,
-        "last_row": False,
-        "streams": 1,
-        "unit": 1,
-        "threads": 64,
-        "ahead": 1,
-    }
-    plain["stride"] = sizes["rows"] // 2 if more.get("end") == "swiglu" else sizes["rows"]
-    tiling = {"threads_per_row": 16, "rows_per_thread": 4, "subgroups": False}
-    return shader("matvec", **plain | tiling | sizes | more)
+    reseed(request.node.name)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -380,7 +278,9 @@ def test_group_norm(gpu: Gpu, groups: int, gated: bool, weighted: bool) -> None:
     gain = normal(size * groups)
     p, _ = packed(gain=gain)
     gate, where = (size * groups + 2 if gated else None), (0 if weighted else None)
-    text = shader("group_norm", columns=size, stride=stride, offset=offset, eps=EPS, gain=where, gate=gate)
+    text = shader(
+        "group_norm", columns=size, stride=stride, offset=offset, eps=EPS, gain=where, gate=gate, shared=False
+    )
     [found] = run(gpu, text, {"Y": y, "P": p, "Z": z}, (groups, 3), "Y")
     part = y[:, offset : offset + size * groups].reshape(3, groups, size)
     wanted = normed(part, None).reshape(3, -1) * (gain if weighted else 1)
@@ -522,24 +422,6 @@ def test_scan_of_mamba2(gpu: Gpu, states: int, groups: int, count: int, high: fl
     close(y, wanted)
     close(new[1], after)
     assert (new[0] == arrays["SSM"][0]).all()
-
-
-def going_on(v: dict[str, Any], cut: Slices, eps: bool = False, **tiling: Any) -> dict[str, Any]:
-    """Return a kernel's parameters for the product that it goes on with."""
-    lanes = {"threads_per_row": 16, "subgroups": False, **tiling}
-    sizes = {"v_unit": cut.unit, "v_slices": cut.count, "v_bias": None, "v_eps": EPS if eps else None}
-    return {**sizes, **lanes, "v": {**v, **lanes}}
-
-
-def sums_of(v: dict[str, Any], cut: Slices) -> dict[str, Array]:
-    """Where workgroups leave their sums, with what others left there, and the count of arrivals."""
-    return {"SUMS": normal(4 * cut.count * (-(-v["rows"] // 4) + 1)), "COUNT": np.zeros(64, np.uint32)}
-
-
-def cut_of(v: dict[str, Any], width: int = 0) -> Slices:
-    cut = slices_of(DeviceMatrix(v["rows"], v["columns"], v["format"], ()), width)
-    assert cut is not None
-    return cut
 
 
 @pytest.mark.parametrize(("states", "groups", "size"), [(9, 2, 7), (16, 1, 40), (128, 2, 40)])
@@ -709,11 +591,11 @@ def test_selective_step(gpu: Gpu, fmt: Format, states: int, mixer_eps: float | N
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("dim", "rotated"), [(16, 16), (14, 0), (24, 6), (128, 128)])
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool) -> None:
+@pytest.mark.parametrize(("qk_norm", "gate"), [(False, False), (True, False), (True, True)])
+def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool, gate: bool) -> None:
     """Of three tokens, whose rows go into two pages."""
     heads, kv, count, position, slot = 6, 2, 3, PAGE - 2, 1
-    qkv, tables = normal(count, heads + 2 * kv, dim), scattered(2)
+    qkv, tables = normal(count, (2 if gate else 1) * heads + 2 * kv, dim), scattered(2)
     angles = normal(PAGE + 5, rotated // 2)
     cos, sin = np.cos(angles), np.sin(angles)
     gains = (normal(dim), normal(dim)) if qk_norm else (None, None)
@@ -727,6 +609,7 @@ def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool) -> 
         rotated=rotated,
         half=half,
         qk_eps=EPS if qk_norm else None,
+        gate=gate,
         **at,
     )
     kept = np.float16 if half else np.float32
@@ -746,6 +629,7 @@ def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool) -> 
         rows = [one * part_cos - two * part_sin, two * part_cos + one * part_sin, part[..., rotated:]]
         turned.append(np.concatenate(rows, -1))
     close(q[:, :heads], turned[0])
+    assert (q[:, heads:] == qkv[:, heads:]).all()
     rounding = 6e-4 if half else TOLERANCE
     close(new_key[position : position + count], turned[1], rounding)
     close(new_value[position : position + count], whole[:, heads + kv :], rounding)
@@ -753,62 +637,52 @@ def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool) -> 
         assert (before != after).any((1, 2)).sum() == count
 
 
-def attended(q: Array, key: Array, value: Array) -> Array:
-    """q (H, D) over the rows of key and value (n, G, D)."""
-    k, v = (np.repeat(c.astype(np.float64), q.shape[0] // c.shape[1], 1) for c in (key, value))
-    scores = np.einsum("hd,nhd->hn", q.astype(np.float64), k)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.asarray(np.einsum("hn,nhd->hd", weights / weights.sum(-1, keepdims=True), v))
-
-
-def caches(half: bool, kv: int, dim: int, slots: int) -> tuple[Array, Array, Array]:
-    """Keys, values, and in which pages each slot has them."""
-    key, value = (normal(slots * PAGES * PAGE, kv, dim).astype(np.float16 if half else np.float32) for _ in range(2))
-    return key, value, scattered(slots)
-
-
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(6, 2, 16), (5, 5, 14), (4, 1, 128), (3, 1, 70)])
-@pytest.mark.parametrize(("position", "count"), [(0, 1), (0, 5), (63, 2), (130, 3)])
-def test_attention(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position: int, count: int) -> None:
+@pytest.mark.parametrize(("position", "count", "gate"), [(0, 1, True), (0, 5, False), (63, 2, True), (130, 3, False)])
+def test_attention(gpu: Gpu, half: bool, heads: int, kv: int, dim: int, position: int, count: int, gate: bool) -> None:
     """Values in the cache after a token's own row do not count, whatever they are."""
-    qkv = normal(count, heads + 2 * kv, dim, scale=dim**-0.25)
+    qkv = normal(count, (2 if gate else 1) * heads + 2 * kv, dim, scale=dim**-0.25)
     key, value, tables = caches(half, kv, dim, 2)
     for cache in (key, value):
         cache.reshape(-1, PAGE, kv, dim)[tables[0]] = np.nan  # another slot's
         at = np.repeat(tables[1], PAGE) * PAGE + np.tile(np.arange(PAGE), PAGES)
         cache[at[position + count :]] = np.nan
-    sizes = {"heads": heads, "kv_heads": kv, "head_dim": dim, "half": half}
+    sizes = {"heads": heads, "kv_heads": kv, "head_dim": dim, "half": half, "gate": gate}
     text = shader("attention", **sizes, **PAGED, one=False, per_thread=-(-dim // 64))
     arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": control(position, count, slot=1, tables=tables)}
     [found] = run(gpu, text, {**arrays, "Y": np.zeros((count, heads, dim), np.float32)}, (heads, count), "Y")
     for t in range(count):
         rows = slice(position + t + 1)
-        close(found[t], attended(qkv[t, :heads], rows_of(key, tables[1])[rows], rows_of(value, tables[1])[rows]))
-
-
-def stepping(half: bool, heads: int, kv: int, dim: int, qk_norm: bool, rotated: int) -> tuple[Any, dict[str, Array]]:
-    """Return the parameters of a step's attention, and its tables and vectors."""
-    angles = normal(PAGES * PAGE, rotated // 2)
-    gains = (1 + normal(dim, scale=0.1), 1 + normal(dim, scale=0.1)) if qk_norm else (None, None)
-    p, at = packed(q_norm=gains[0], k_norm=gains[1])
-    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv, "head_dim": dim, "half": half, "rotated": rotated}
-    sizes |= {**PAGED, **at, "qk_eps": EPS if qk_norm else None, "per_thread": -(-dim // 64)}
-    return sizes, {"P": p, "COS": np.cos(angles), "SIN": np.sin(angles)}
+        y = attended(qkv[t, :heads], rows_of(key, tables[1])[rows], rows_of(value, tables[1])[rows])
+        close(found[t], gated(y, qkv[t], gate))
 
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv", "dim", "rotated", "qk_norm", "positions"),
-    [(6, 2, 16, 16, False, (0, 63, 64)), (3, 1, 70, 0, True, (255, 256, 31)), (2, 2, 24, 6, True, (0, 319, 128))],
+    ("heads", "kv", "dim", "rotated", "qk_norm", "gate", "positions"),
+    [
+        (6, 2, 16, 16, False, False, (0, 63, 64)),
+        (3, 1, 70, 0, True, True, (255, 256, 31)),
+        (2, 2, 24, 6, True, False, (0, 319, 128)),
+        (4, 2, 256, 64, True, True, (5, 64, 200)),
+    ],
 )
 def test_attention_of_streams(
-    any_gpu: Gpu, half: bool, heads: int, kv: int, dim: int, rotated: int, qk_norm: bool, positions: Sequence[int]
+    any_gpu: Gpu,
+    half: bool,
+    heads: int,
+    kv: int,
+    dim: int,
+    rotated: int,
+    qk_norm: bool,
+    gate: bool,
+    positions: Sequence[int],
 ) -> None:
     """Bit for bit as by the shaders of a prefill in what goes into the caches, and as if it had come out of them."""
     slots = [2, 0, 3]
-    sizes, tables = stepping(half, heads, kv, dim, qk_norm, rotated)
-    qkv = normal(3, heads + 2 * kv, dim, scale=dim**-0.25)
+    sizes, tables = stepping(half, heads, kv, dim, qk_norm, rotated, gate)
+    qkv = normal(3, (2 if gate else 1) * heads + 2 * kv, dim, scale=dim**-0.25)
     *before, pages = caches(half, kv, dim, 4)
     for cache in before:
         for position, slot in zip(positions, slots, strict=True):  # what comes after its own row does not count
@@ -820,7 +694,7 @@ def test_attention_of_streams(
     text = shader("attention", **sizes, one=True, end="apart")
     grid = (heads, 3 * PAGES)
     found, key, value = run(any_gpu, text, arrays, grid, "PARTS", "KEY", "VALUE")
-    merging = {"PARTS": found, "CTL": words, "Y": np.zeros((3, heads, dim), np.float32)}
+    merging = {"PARTS": found, "QKV": qkv, "CTL": words, "Y": np.zeros((3, heads, dim), np.float32)}
     [merged] = run(any_gpu, shader("attention_merge", **sizes), merging, (heads, 3), "Y")
     here = {**arrays, "Y": np.zeros((3, heads, dim), np.float32), "COUNT": np.zeros(64, np.uint32)}
     text = shader("attention", **sizes, one=True, end="here")
@@ -835,20 +709,25 @@ def test_attention_of_streams(
         rows = [rows_of(cache, pages[slot])[: position + 1] for cache in (key, value)]
         for made, wanted in zip(rows, own, strict=True):
             assert made.tobytes() == rows_of(wanted, pages[slot])[: position + 1].tobytes()
-        close(merged[i], attended(q[0, :heads], *rows))
+        close(merged[i], gated(attended(q[0, :heads], *rows), qkv[i], gate))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("position", "hidden"), [(5, 60), (200, 37)])
-def test_attention_that_goes_on(any_gpu: Gpu, fmt: Format, position: int, hidden: int) -> None:
+@pytest.mark.parametrize(("position", "hidden", "gate"), [(5, 60, False), (200, 37, True)])
+def test_attention_that_goes_on(any_gpu: Gpu, fmt: Format, position: int, hidden: int, gate: bool) -> None:
     """Bit for bit the attention, and the product after it."""
     heads, kv, dim = 6, 2, 64
-    sizes, tables = stepping(True, heads, kv, dim, False, 64)
+    sizes, tables = stepping(True, heads, kv, dim, False, 64, gate)
     weights, _, v = matrix(hidden, heads * dim, fmt)
     cut, x, bias = cut_of(v, dim), normal(hidden), normal(hidden)
     tables["P"], at = packed(o=bias)
     key, value, pages = caches(True, kv, dim, 2)
-    arrays = {"QKV": normal(1, heads + 2 * kv, dim, scale=dim**-0.25), "KEY": key, "VALUE": value, **tables}
+    arrays = {
+        "QKV": normal(1, (2 if gate else 1) * heads + 2 * kv, dim, scale=dim**-0.25),
+        "KEY": key,
+        "VALUE": value,
+        **tables,
+    }
     arrays |= {"CTL": stepped([position], [1], pages), "PARTS": np.full((heads, PAGES, dim + 2), 1e9, np.float32)}
     arrays |= {"Y": np.zeros((heads, dim), np.float32), "COUNT": np.zeros(64, np.uint32)}
     grid = (heads, PAGES)
@@ -872,7 +751,8 @@ def test_scores_of_any_size_are_weighed(gpu: Gpu) -> None:
     value = normal(PAGES * PAGE, 1, 16)
     qkv = np.zeros((1, 3, 16), np.float32)
     qkv[0, 0, 0] = 10.0
-    text = shader("attention", heads=1, kv_heads=1, head_dim=16, half=False, **PAGED, one=False, per_thread=1)
+    sizes = {"heads": 1, "kv_heads": 1, "head_dim": 16, "half": False, "gate": False}
+    text = shader("attention", **sizes, **PAGED, one=False, per_thread=1)
     words = control(199, 1, tables=np.arange(PAGES))
     arrays = {"QKV": qkv, "KEY": key, "VALUE": value, "CTL": words, "Y": np.zeros((1, 16), np.float32)}
     [found] = run(gpu, text, arrays, (1, 1), "Y")
