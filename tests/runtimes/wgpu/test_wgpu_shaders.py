@@ -632,7 +632,7 @@ def test_rotate(gpu: Gpu, half: bool, dim: int, rotated: int, qk_norm: bool, gat
     assert (q[:, heads:] == qkv[:, heads:]).all()
     rounding = 6e-4 if half else TOLERANCE
     close(new_key[position : position + count], turned[1], rounding)
-    close(new_value[position : position + count], whole[:, heads + kv :], rounding)
+    close(new_value[position : position + count], whole[:, heads + kv : heads + 2 * kv], rounding)
     for before, after in zip((key, value), caches, strict=True):  # a key or a value of any other row
         assert (before != after).any((1, 2)).sum() == count
 
