@@ -23,6 +23,7 @@ from ssmd.model.state import State
 
 STEPPED = ("mamba", "falcon_mamba")
 CACHE_PARAMS = (*STEPPED, "mamba2")  # what these call cache_params is past_key_values elsewhere
+TRANSPOSED = ("qwen3_5_text",)  # these keep a recurrent state as (H, K, V)
 ATTRIBUTES = {"key": "keys", "value": "values", "conv": "conv_states", "ssm": "recurrent_states"}
 
 
@@ -48,17 +49,19 @@ def continued(model: Any, ids: Sequence[int], cache: Any = None, position: int =
     with torch.no_grad():
         out = model(torch.tensor([list(ids)]), **asked)
     logits: NDArray[np.float32] = out.logits[0].numpy()
+    out[name].transposed = model.config.model_type in TRANSPOSED
     return logits, out[name]
 
 
 def state(cache: Any, position: int) -> State:
-    """A canonical copy of transformers' cache; of its K conv columns the oldest is never used again."""
+    """A canonical copy of a cache of `continued`; of its K conv columns the oldest is never used again."""
     tensors: dict[str, NDArray[Any]] = {}
     for i, layer in enumerate(cache.layers):
         for kind, attribute in ATTRIBUTES.items():
             value = getattr(layer, attribute, None)
             value = value[0] if isinstance(value, dict) else value
             if isinstance(value, torch.Tensor):
+                value = value.transpose(-1, -2) if kind == "ssm" and cache.transposed else value
                 array = value[0].numpy().copy()
                 tensors[f"{kind}_{i}"] = array[:, 1:] if kind == "conv" else array
     return State(position, 0, tensors)

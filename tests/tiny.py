@@ -117,6 +117,22 @@ BAMBA: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "tie_word_embeddings": True,
 }
+QWEN3_5: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rms_norm_eps": 0.01,  # at 1e-6 transformers itself is 2e-5 away from its float64 run
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": True,
+}
 FALCON_H1: dict[str, Any] = {
     "hidden_size": 96,
     "intermediate_size": 192,
@@ -211,6 +227,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         LFM2
         | {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 397, "conv_L_cache": 2}
         | {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    ),
+    "qwen3.5": ("qwen3_5_text", QWEN3_5),
+    "qwen3.5-odd": (
+        "qwen3_5_text",
+        QWEN3_5
+        | {"full_attention_interval": 2, "num_hidden_layers": 3, "hidden_size": 60, "vocab_size": 397}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 10}
+        | {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3, "num_attention_heads": 3}
+        | {"num_key_value_heads": 3, "head_dim": 16, "attention_bias": True, "rms_norm_eps": 0.003}
+        | {"rope_parameters": LLAMA3_ROPE | {"partial_rotary_factor": 0.5}, "tie_word_embeddings": False},
+    ),
+    "qwen3.5-first": (
+        "qwen3_5_text",
+        QWEN3_5
+        | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2, "head_dim": 16}
+        | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_value_head_dim": 9}
+        | {"linear_conv_kernel_dim": 2, "num_key_value_heads": 1},
     ),
     "mamba2": ("mamba2", MAMBA2),
     "mamba2-groups": (

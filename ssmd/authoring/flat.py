@@ -61,6 +61,13 @@ class BlockOffsets(nn.Module):
         return F.linear(sums, offset)
 
 
+class ExactProduct(nn.Module):
+    """The product with a matrix that stays float32 (`is_exact`). It is a module as BlockOffsets is."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+
 class FlatModule(nn.Module):
     """A module whose parameters are exactly `parameters`, made by a family's bindings.
 
@@ -82,6 +89,7 @@ class FlatModule(nn.Module):
         self.open = False  # whether a trace of it is to hold for any number of tokens, or a lane's to give those bits
         self.naive = False  # whether a trace of Mamba-2 layers is as published: what graph passes start from
         self.offsets = BlockOffsets()
+        self.exact = ExactProduct()
         self.every = False  # whether a forward gives the logits of every token, (T, V): for references, never exported
         for name, array in parameters.items():
             own = np.require(array, np.float32, ["C", "W"])  # copied only if it is a read-only view of a file
@@ -154,11 +162,12 @@ class FlatModule(nn.Module):
         masks: tuple[Held | None, Tensor | None],
         rotation: tuple[Tensor, Tensor] | None,
         qk_eps: float | None = None,
+        gate: str = "none",
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute attention: x (1, T, hidden) -> (1, T, hidden) and the new rows of key and value.
 
         masks: slots and causal. qk_eps: epsilon of the norms of each head's query and key before RoPE; None without
-        them.
+        them. gate: as in the plan.
         """
         shape = (key if isinstance(key, Tensor) else key[0]).shape
         groups, size = int(shape[0]), int(shape[2])  # numbers to a tracer that leaves S open, too
@@ -175,6 +184,8 @@ class FlatModule(nn.Module):
         if not isinstance(key, Tensor):
             attend = ops_open.attention_by_lane if self.open else attention.attention_by_lane
         out, new_key, new_value = attend(q, k, v, key, value, *masks)
+        if gate == "values":
+            out = out * torch.sigmoid(self.linear(layer, "gate", x))
         return self.linear(layer, "o", out), new_key, new_value
 
     def swiglu(self, layer: int, x: Tensor) -> Tensor:

@@ -7,15 +7,16 @@ other names the same model has other bytes, and its sessions resume as `portable
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ssmd.authoring import ops, ops_open, scan
+from ssmd.authoring import delta, ops, ops_open, scan
 from ssmd.authoring.flat import FlatModule, Held, by_lane
-from ssmd.model.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+from ssmd.model.plan import Attention, GatedDeltaNet, Mamba1, Mamba2, Plan, ShortConv
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,13 @@ class Rows:
     """Tensors that are made once for all layers, such as the one that distinguishes tokens from pads.
 
     valid: (1, T, 1), if a layer has a recurrence. tails: by the width K of a convolution, (1, K-1, K-1+T), or (K-1,) if
-    T is open. lower: (1, T, T), if T is open and a layer is Mamba-2.
+    T is open. lower: (1, T, T), if T is open and a layer is Mamba-2. delta: those of gated DeltaNet's chunks.
     """
 
     valid: Tensor | None
     tails: Mapping[int, Tensor]
     lower: Tensor | None
+    delta: Sequence[Tensor] = ()
 
 
 def rows(module: FlatModule, plan: Plan, n_valid: Tensor | None, length: int) -> Rows | None:
@@ -37,10 +39,12 @@ def rows(module: FlatModule, plan: Plan, n_valid: Tensor | None, length: int) ->
         return None
     chunked = any(isinstance(m, Mamba2) for m in plan.mixers)
     lower = ops_open.lower_ones(length) if module.open and chunked else None
-    recurrent = chunked or any(isinstance(m, Mamba1) for m in plan.mixers)
+    deltas = any(isinstance(m, GatedDeltaNet) for m in plan.mixers)
+    recurrent = chunked or deltas or any(isinstance(m, Mamba1) for m in plan.mixers)
     valid = ops.valid_rows(n_valid, length) if recurrent else None
     widths = dict.fromkeys(m.width for m in plan.mixers if not isinstance(m, Attention))
-    return Rows(valid, {width: module.tail(n_valid, length, width) for width in widths}, lower)
+    tails = {width: module.tail(n_valid, length, width) for width in widths}
+    return Rows(valid, tails, lower, _delta_masks(module, length) if deltas else ())
 
 
 def mamba1(
@@ -96,6 +100,31 @@ def mamba2(
     return module.linear(layer, "out", y), new_conv, new_ssm
 
 
+def gated_deltanet(
+    module: FlatModule, m: GatedDeltaNet, layer: int, x: Tensor, conv: Held, ssm: Held, rows: Rows | None
+) -> tuple[Tensor, Held, Held]:
+    """Compute gated DeltaNet: x (1, T, hidden) -> (1, T, hidden), new conv (1, K-1, C), new ssm (1, H, V, K)."""
+    b, a = module.exact(x, module.weight(layer, "ba")).split([m.heads, m.heads], -1)  # (1, T, H)
+    g = module.weight(layer, "A") * ops.softplus(a + module.weight(layer, "dt_bias"))
+    beta = torch.sigmoid(b)
+    gate, qkv = module.linear(layer, "in", x).split([m.inner, m.channels], -1)
+    y, new_conv = module.causal_conv(layer, conv, qkv, None if rows is None else rows.tails[m.width])
+    q, k, v = ops.silu(y).split([m.keys, m.keys, m.inner], -1)
+    if rows is not None:
+        g, beta = g * rows.valid, beta * rows.valid
+        chunks = 1 if module.open else -(-int(x.shape[1]) // ops.CHUNK)
+        y, new_ssm = delta.chunked(q, k, v, g, beta, ssm, rows.delta, chunks)
+    elif module.open:
+        one = partial(delta.chunked, masks=delta.masks(1))
+        y, new_ssm = (one if isinstance(ssm, Tensor) else by_lane(one, 0, 1, 2, 3, 4))(q, k, v, g, beta, ssm)
+    elif isinstance(ssm, Tensor):
+        y, new_ssm = delta.step(q, k, v, g, beta, ssm)
+    else:
+        y, new_ssm = delta.step_by_lane(q, k, v, g, beta, ssm)
+    y = ops.rms_norm(y.reshape(-1, m.heads, m.value_dim), module.weight(layer, "gated_norm"), m.eps)  # (T, H, V)
+    return module.linear(layer, "out", y.reshape(1, -1, m.inner) * ops.silu(gate)), new_conv, new_ssm
+
+
 def short_conv(
     module: FlatModule, m: ShortConv, layer: int, x: Tensor, conv: Held, rows: Rows | None
 ) -> tuple[Tensor, Held]:
@@ -103,6 +132,10 @@ def short_conv(
     b, gate, x = module.linear(layer, "in", x).chunk(3, -1)  # (1, T, C)
     y, new_conv = module.causal_conv(layer, conv, b * x, None if rows is None else rows.tails[m.width])
     return module.linear(layer, "out", gate * y), new_conv
+
+
+def _delta_masks(module: FlatModule, length: int) -> Sequence[Tensor]:
+    return delta.open_masks(length) if module.open else delta.masks(ops.chunk_length(length))
 
 
 def _norm(module: FlatModule, m: Mamba2, layer: int, y: Tensor) -> Tensor:

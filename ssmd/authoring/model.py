@@ -15,7 +15,7 @@ from ssmd.authoring import attention, mixers
 from ssmd.authoring.flat import FlatModule, Held
 from ssmd.authoring.mixers import Rows
 from ssmd.families.registry import Family
-from ssmd.model.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
+from ssmd.model.plan import Attention, GatedDeltaNet, Mamba1, Mixer, Plan, ShortConv
 from ssmd.model.state import of_lane
 
 
@@ -87,7 +87,7 @@ class Model(FlatModule):
 
     def _mixed(
         self,
-        m: Mamba1 | Mamba2 | ShortConv | Attention,
+        m: Mixer,
         i: int,
         x: Tensor,
         states: Mapping[str, Held],
@@ -98,12 +98,14 @@ class Model(FlatModule):
         conv, ssm, key, value = (f"{kind}_{i}" for kind in ("conv", "ssm", "key", "value"))
         if isinstance(m, Attention):
             masks = shared.slots, shared.causal.get(m.heads // m.kv_heads)
-            made = self.attention(i, x, states[key], states[value], masks, shared.rotation, m.qk_eps)
+            made = self.attention(i, x, states[key], states[value], masks, shared.rotation, m.qk_eps, m.gate)
             y, out[key], out[value] = made
         elif isinstance(m, ShortConv):
             y, out[conv] = mixers.short_conv(self, m, i, x, states[conv], shared.rows)
         elif isinstance(m, Mamba1):
             y, out[conv], out[ssm] = mixers.mamba1(self, m, i, x, states[conv], states[ssm], shared.rows)
+        elif isinstance(m, GatedDeltaNet):
+            y, out[conv], out[ssm] = mixers.gated_deltanet(self, m, i, x, states[conv], states[ssm], shared.rows)
         else:
             y, out[conv], out[ssm] = mixers.mamba2(self, m, i, x, states[conv], states[ssm], shared.rows)
         return y

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from ssmd.authoring import attention, ops, ops_open, scan
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host, graph_shapes, step_together
-from ssmd.authoring.model import author
+from ssmd.authoring.model import Model, author
 from ssmd.families.registry import family_of
+from ssmd.model.plan import Mamba2
 from ssmd.model.source import Source
 from ssmd.model.state import State, StateSpec
 
@@ -305,14 +306,15 @@ def test_time_step_limit(tmp_path: Path, variant: str) -> None:
 
 
 def test_buckets_that_do_not_divide_into_chunks_are_refused(pair: Pair) -> None:
-    if any(len(t.shape) == 3 for t in pair.module.spec.recurrent):  # the chunks of SSD
+    if any(len(t.shape) == 3 for t in pair.module.spec.recurrent):  # chunks of SSD and of the delta rule
         with pytest.raises(ValueError, match="bucket of 100 tokens"):
             Host(pair.module).feed(pair.ids[:70], 100)
 
 
 def test_the_naive_form_gives_the_same(pair: Pair) -> None:
     """Of every family that has Mamba-2 layers; its chunks are longer."""
-    if any(len(t.shape) == 3 for t in pair.module.spec.recurrent):
+    assert isinstance(pair.module, Model)
+    if any(isinstance(m, Mamba2) for m in pair.module.plan.mixers):
         plain, naive = Host(pair.module), Host(pair.module)
         rows = [feed(plain, pair.ids, [(256, 140), (1, 1), (16, 9)], pad=3)]
         pair.module.naive = True
