@@ -14,7 +14,6 @@ from ssmd_wgpu.device import shader
 from ssmd_wgpu.op import f32
 
 LANES = 8  # threads of a row of the state, over T tokens
-MOST_VALUES = 256  # of a key or a value: a workgroup has a thread for each
 _HELD = 32  # values of the state in a thread of a step
 Step = tuple[str, tuple[int, int], int]  # a shader's text, its workgroups, and the tokens that one's y takes, if any
 

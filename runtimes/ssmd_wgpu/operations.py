@@ -1,8 +1,8 @@
 """The operations of a plan: kernels over buffers, for one token each of some streams, or T tokens of one.
 
 Buffers of T rows, each a token or a stream of the call: x (T, hidden), the residual stream; wide and qkv, outputs of a
-first product; u, after a convolution; bc and dt, of Mamba-1; bc, dt and logs, of gated DeltaNet: b and a, beta, decay; y,
-output of a mixer; scale (T).
+first product; u, after a convolution; bc and dt, of Mamba-1; bc, dt, logs, of gated DeltaNet: b and a, beta, the decay;
+y, output of a mixer; scale (T).
 
 streams: the number of streams that a decode step's kernels are made for; 0 in a prefill.
 """

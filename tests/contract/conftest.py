@@ -45,7 +45,8 @@ MORE = [
     for q in ("f32", "int8")
 ]
 MORE += [Case(r, "granite", "int8", refitted=True) for r in ("litert", "openvino")]
-MORE += [Case("coreml", "llama", "f16"), Case("coreml", "mamba", "f16"), Case("wgpu", "falcon-mamba", "f32")]
+MORE += [Case("coreml", "llama", "f16"), Case("coreml", "mamba", "f16")]
+MORE += [Case("wgpu", f, "f32") for f in ("falcon-mamba", "qwen3.5")]
 MORE += [replace(c, device="gl") for c in CASES + MORE if c.runtime == "wgpu"]
 GL = ("granite", "falcon-mamba")  # which use all kernels but those of quantized weights
 PARITY = [

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from ssmd.build.builder import BuildError
 from ssmd.cli import app
+from ssmd.families.offsets import is_exact
 from ssmd.families.registry import family_of
 from ssmd.machine.cache import forget
 from ssmd.model.artifact import Artifact
@@ -34,7 +35,7 @@ from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, StateLost
 from ssmd.runtime.verify import verify
 from ssmd_wgpu import device, pack, products, program, runtime, slots, trial, tuning
 from ssmd_wgpu import recorder as recorder_module
-from ssmd_wgpu.build import CONVERTER, packed_plan, packed_rows, rows_of
+from ssmd_wgpu.build import CONVERTER, RECIPES, packed_plan, packed_rows, recipe_of, rows_of
 from ssmd_wgpu.device import Gpu, GpuAdapter, adapters, devices, no_adapter
 from ssmd_wgpu.model import Model
 from ssmd_wgpu.pack import Weights
@@ -338,7 +339,7 @@ def test_a_step_whose_handles_take_one_anothers_memory(loaded: WgpuProgram, monk
 
 
 @pytest.mark.parametrize("quantization", ["f16", "int8", "int4"])
-@pytest.mark.parametrize("variant", ["granite", "falcon-mamba", "lfm2"])
+@pytest.mark.parametrize("variant", ["granite", "falcon-mamba", "lfm2", "qwen3.5"])
 def test_kernels_compute_with_the_dequantized_weights_of_a_file(
     quantization: pack.Format, variant: str, artifacts: TinyArtifacts, tmp_path: Path
 ) -> None:
@@ -531,6 +532,29 @@ def test_a_model_that_no_shader_runs_says_what_builds_it(fields: dict[str, Any],
     family = family_of(config)
     with pytest.raises(BuildError, match=said):
         packed_plan(family, family.parse(config), 512)
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_keys_of_deltanet_larger_than_a_workgroup(name: str) -> None:
+    config = {"model_type": "qwen3_5_text", "vocab_size": 384, **tiny.QWEN3_5, f"linear_{name}_head_dim": 260}
+    family = family_of(config)
+    said = f"^{name}_dim 260 of gated DeltaNet is more than 256; build it for litert or openvino"
+    with pytest.raises(BuildError, match=said):
+        packed_plan(family, family.parse(config), 512)
+
+
+@pytest.mark.parametrize("quantization", ["f16", "int8", "int4"])
+def test_what_decides_on_forgetting_stays_float32(quantization: pack.Format) -> None:
+    """As in the graphs of the other runtimes; and a recipe says so where a model has it."""
+    config = {"model_type": "qwen3_5_text", "vocab_size": 384, **tiny.QWEN3_5}
+    family = family_of(config)
+    plan = packed_plan(family, family.parse(config), 512)
+    matrices = [name for name, size in plan.packed().items() if pack.is_matrix(name, size)]
+    exact = [name for name in matrices if pack.format_of(name, quantization) == "f32"]
+    assert exact == [name for name in matrices if is_exact(name)] == [f"layer{i}_ba" for i in range(3)]
+    assert recipe_of(plan, quantization)["weights"].endswith("; those of gated DeltaNet's b and a float32")
+    without = plan.model_copy(update={"layers": plan.layers[3:]})
+    assert recipe_of(without, quantization) == RECIPES.get(quantization, {})
 
 
 def test_rows_are_of_everything_in_the_file(artifacts: TinyArtifacts) -> None:
