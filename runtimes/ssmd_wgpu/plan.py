@@ -25,6 +25,14 @@ MAX_VALUES = 2**31 - 1  # of a tensor: indices of shaders are u32, and so are th
 MAX_STATES = MAX_HEAD_DIM = 1024  # which a workgroup holds
 MAX_DELTA = 256  # values of a key or a value of gated DeltaNet: a workgroup has a thread for each
 MAX_WIDTH = 9
+GATES: tuple[str, ...] = ("none", "values")  # of attention's output
+# Every field of a plan that shaders are made by. A plan that sets another one is refused: it has a newer kind of layer.
+_READ = {
+    *("format", "hidden", "vocabulary", "eps", "embedding_scale", "tied", "rope", "layers", "context", "mixers", "mlp"),
+    *("intermediate", "bias", "activation", "kind", "inner", "states", "rank", "width", "conv_bias", "mixer_eps"),
+    *("heads", "head_dim", "groups", "in_bias", "out_bias", "norm", "dt_low", "dt_high", "channels", "kv_heads"),
+    *("qk_eps", "rotated", "gate", "key_heads", "key_dim", "value_dim"),
+}
 
 
 class PackedPlan(Plan):
@@ -43,8 +51,15 @@ class PackedPlan(Plan):
 
     @model_validator(mode="after")
     def _fits_shaders(self) -> Self:
+        mlps = (layer.mlp for layer in self.layers if layer.mlp is not None)
+        for part in (self, *self.layers, *self.mixers, *mlps):
+            for name, field in type(part).model_fields.items():
+                if name not in _READ and getattr(part, name) != field.default:
+                    raise ValueError(f"runtime wgpu has no shader for {name} {getattr(part, name)}")
         for m in self.mixers:
             if isinstance(m, Attention):
+                if m.gate not in GATES:
+                    raise ValueError(f"runtime wgpu has no shader for gate {m.gate}")
                 if m.head_dim > MAX_HEAD_DIM:
                     raise ValueError(f"head_dim {m.head_dim} is more than {MAX_HEAD_DIM}")
                 if m.head_dim % 2:

@@ -20,6 +20,7 @@ import tiny
 from conftest import TinyArtifacts
 from contract.driving import decode, started
 from daemon import daemon, whole_text
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from ssmd.build.builder import BuildError
@@ -28,6 +29,7 @@ from ssmd.families.offsets import is_exact
 from ssmd.families.registry import family_of
 from ssmd.machine.cache import forget
 from ssmd.model.artifact import Artifact
+from ssmd.model.plan import Attention, Layer
 from ssmd.model.source import Source
 from ssmd.model.state import State
 from ssmd.runtime.hoststate.graph import GraphError
@@ -532,6 +534,25 @@ def test_a_model_that_no_shader_runs_says_what_builds_it(fields: dict[str, Any],
     family = family_of(config)
     with pytest.raises(BuildError, match=said):
         packed_plan(family, family.parse(config), 512)
+
+
+def test_a_kind_of_layer_without_a_shader_is_refused() -> None:
+    """A field that a later plan has is not passed over: the model would be another one, and say nothing."""
+
+    class Windowed(Attention):
+        window: int | None = None
+        gate: Any = "none"
+
+    def packed(**fields: Any) -> PackedPlan:
+        attention = Windowed(heads=2, kv_heads=1, head_dim=16, bias=False, qk_eps=None, rotated=0, **fields)
+        layer = Layer.model_construct(mixers=(attention,), mlp=None)
+        plan = {"hidden": 32, "vocabulary": 384, "eps": 1e-5, "embedding_scale": 1.0, "tied": True, "context": 512}
+        return PackedPlan.model_validate({**plan, "layers": (layer,)})
+
+    assert packed().mixers
+    for fields, said in (({"window": 256}, "window 256"), ({"gate": "heads"}, "gate heads")):
+        with pytest.raises(ValidationError, match=f"runtime wgpu has no shader for {said}"):
+            packed(**fields)
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
