@@ -1,12 +1,13 @@
 // Gated DeltaNet, one token of each stream (arXiv:2412.06464): S' = d S + u k^T with u = beta (v - d S k), y = S' q, of a head's
-// state S (D, K); then norm(y) w silu(gate), where all heads share w. A workgroup has a head. 16 threads share a row of S,
-// which is read once: both of its sums are of the state before, as y = d (S q) + u (k q).
+// state S (D, K); then norm(y) w silu(gate), where all heads share w. A workgroup has a head. L threads share a row of S, which
+// is read once: both of its sums are of the state before, as y = d (S q) + u (k q).
 // `spread`: of one stream, and x += V y with it.
 {% import "delta.wgsl" as delta with context %}
 {% include "numbers.wgsl" %}
 {% include "vectors.wgsl" %}
 
 {{ delta.declare() }}
+const L = {{ lanes }}u;
 @group(0) @binding(0) var<storage, read> U: array<f32>;  // (streams, u_stride): q (G, K), k (G, K), v (H, D)
 @group(0) @binding(1) var<storage, read> Z: array<f32>;  // (streams, z_stride): the gate (H, D) at its start
 @group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // A (H), dt_bias (H), w (D), see Vectors
@@ -47,7 +48,7 @@ fn summed(li: u32, x: vec3<f32>) -> vec3<f32> {  // over all threads
 @compute @workgroup_size(256)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   let h = group.x;
-  let lane = li % 16u;
+  let lane = li % L;
   let first = li - lane;
   let u = group.y * {{ u_stride }}u;
   let g = u + h / (H / G) * K;
@@ -70,17 +71,17 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let beta = beta_of(BC[b]);
   let state = (CTL[4u * group.y + 2u] * H + h) * D * UNITS;
   workgroupBarrier();
-  for (var done = 0u; done < D; done += {{ 16 * each }}u) {
+  for (var done = 0u; done < D; done += {{ 256 // lanes * each }}u) {
     {% for e in range(each) %}
-    let d{{ e }} = done + {{ 16 * e }}u + li / 16u;
+    let d{{ e }} = done + {{ 256 // lanes * e }}u + li / L;
     let at{{ e }} = state + min(d{{ e }}, D - 1u) * UNITS + lane;
     {% endfor %}
     {% for j in range(per_thread) %}
     {% for e in range(each) %}
-    var s{{ e }}_{{ j }} = SSM[at{{ e }} + {{ 16 * j }}u];
+    var s{{ e }}_{{ j }} = SSM[at{{ e }} + {{ lanes * j }}u];
     {% endfor %}
-    {% if 16 * (j + 1) > units %}
-    if (lane + {{ 16 * j }}u >= UNITS) {
+    {% if lanes * (j + 1) > units %}
+    if (lane + {{ lanes * j }}u >= UNITS) {
       {% for e in range(each) %}
       s{{ e }}_{{ j }} = {{ unit }}();
       {% endfor %}
@@ -93,7 +94,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
       var by_query = {{ unit }}();
       {% for j in range(per_thread) %}
       {
-        let n = min(lane + {{ 16 * j }}u, UNITS - 1u);
+        let n = min(lane + {{ lanes * j }}u, UNITS - 1u);
         by_key = fma(s{{ e }}_{{ j }}, key[n], by_key);
         by_query = fma(s{{ e }}_{{ j }}, query[n], by_query);
       }
@@ -105,11 +106,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     {% for e in range(each) %}
     if (d{{ e }} < D) {
       var sum = vec2<f32>();
-      for (var i = 0u; i < 16u; i++) { sum += parts[{{ 256 * e }}u + first + i]; }
+      for (var i = 0u; i < L; i++) { sum += parts[{{ 256 * e }}u + first + i]; }
       let added = beta * fma(-decay, sum.x, U[u + 2u * G * K + h * D + d{{ e }}]);
       {% for j in range(per_thread) %}
-      {{ "{" if 16 * (j + 1) <= units else "if (lane + %du < UNITS) {" % (16 * j) }}
-        SSM[at{{ e }} + {{ 16 * j }}u] = fma({{ unit }}(added), key[lane + {{ 16 * j }}u], decay * s{{ e }}_{{ j }});
+      {{ "{" if lanes * (j + 1) <= units else "if (lane + %du < UNITS) {" % (lanes * j) }}
+        SSM[at{{ e }} + {{ lanes * j }}u] = fma({{ unit }}(added), key[lane + {{ lanes * j }}u], decay * s{{ e }}_{{ j }});
       }
       {% endfor %}
       if (lane == 0u) { out[d{{ e }}] = fma(decay, sum.y, added * kq); }
