@@ -12,6 +12,7 @@ from uuid import NAMESPACE_URL, uuid5
 
 from ssmd.build.builder import BuildError, Quantization, Shapes, Target
 from ssmd.build.stripping import Constants
+from ssmd.families.offsets import is_exact
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.hoststate.signatures import signature_name
@@ -68,7 +69,8 @@ class CoreMLConverter:
         weights = [
             (name, p.shape[1])
             for name, p in module.named_parameters()
-            if p.dim() == 2 and p.numel() >= MIN_WEIGHT_ELEMENTS and not name.endswith("_A")  # Mamba-1's decays
+            if p.dim() == 2 and p.numel() >= MIN_WEIGHT_ELEMENTS
+            if not name.endswith("_A") and not is_exact(name)  # Mamba-1's decays
         ]
         if len(target.tiers) > 1:
             raise BuildError(

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ssmd.build.builder import Quantization, Shapes
-from ssmd.families.offsets import BLOCK, SUFFIX, is_multiplied
+from ssmd.families.offsets import BLOCK, SUFFIX, is_exact, is_multiplied
 
 # Smaller weights stay float: the Hadamard matrices of a rotated model and the SSD chunk's masks, 64 x 64 at most.
 MIN_WEIGHT_ELEMENTS = 64 * 64 + 1
 _BYTEWISE = ("embedding", "head")  # int8 in int4 too: one matrix where they are tied, and what decides between words
 _OFFSETS = "BlockOffsets"  # in the names of the products of offsets: the class of ssmd/authoring/flat.py
+_EXACT = "ExactProduct"  # likewise, of products that stay float32
 
 
 def quantize(source: Path, target: Path, quantization: Quantization) -> None:
@@ -22,7 +23,7 @@ def quantize(source: Path, target: Path, quantization: Quantization) -> None:
     from ai_edge_quantizer import quantizer
 
     q = quantizer.Quantizer(str(source))
-    q.load_quantization_recipe(ops(quantization))
+    q.load_quantization_recipe([*ops(quantization), _KEPT])
     q.quantize().export_model(str(target))
 
 
@@ -68,6 +69,9 @@ def _op(regex: str, operation: str, bits: int = 8) -> dict[str, Any]:
     }
 
 
+_KEPT = {**_op(f".*{_EXACT}.*", "FULLY_CONNECTED"), "algorithm_key": "no_quantize"}
+
+
 def offsets(shapes: Shapes, quantization: Quantization) -> list[str]:
     """Return the names of the weights with offsets: those of 4 bits."""
     return [n for n, s in shapes.items() if _bits(n, s, quantization) == 4 and s[1] % BLOCK == 0]
@@ -92,7 +96,7 @@ def nbytes(shapes: Shapes, quantization: Quantization) -> int:
 
 def _bits(name: str, shape: tuple[int, ...], quantization: Quantization) -> int:
     elements = shape[0] * shape[1] if len(shape) == 2 else 0
-    if quantization == "f32" or elements < MIN_WEIGHT_ELEMENTS:
+    if quantization == "f32" or elements < MIN_WEIGHT_ELEMENTS or is_exact(name):
         return 32
     if quantization == "int8" or name in _BYTEWISE or name.endswith(SUFFIX):
         return 8

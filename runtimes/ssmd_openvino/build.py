@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ssmd.build.builder import TIERS, BuildError, Quantization, Shapes, Target
 from ssmd.build.stripping import Constants
-from ssmd.families.offsets import BLOCK, SUFFIX, is_multiplied
+from ssmd.families.offsets import BLOCK, SUFFIX, is_exact, is_multiplied
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.hoststate.program import FlatProgram
@@ -261,7 +261,7 @@ def _compressed(model: Any, quantization: Quantization) -> Any:
     nncf = library.nncf()
     constants = [op for op in model.get_ops() if op.get_type_name() == "Constant" and op.get_output_size()]
     sizes = {op.get_friendly_name(): math.prod(op.get_output_shape(0)) for op in constants}
-    small = [name for name, size in sizes.items() if size < MIN_WEIGHT_ELEMENTS]  # masks too
+    small = [name for name, size in sizes.items() if size < MIN_WEIGHT_ELEMENTS or is_exact(name)]  # masks too
 
     def but_for(names: list[str]) -> Any:
         return nncf.IgnoredScope(names=names, validate=False) if names else None

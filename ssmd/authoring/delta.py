@@ -125,24 +125,23 @@ def chunked(
         return x.reshape(chunks, -1, n, last).permute(0, 2, 1, 3).reshape(chunks * n, -1, last)
 
     def spread(x: Tensor) -> Tensor:
-        """Repeat (Z G, Q, n) -> (Z H, Q, n): a key head's rows for each of its value heads."""
+        """Repeat (Z G, Q, K) -> (Z H, Q, K): a key head's rows for each of its value heads."""
         if each == 1:
             return x
-        last = int(x.shape[-1])
-        return (x.reshape(chunks * groups, 1, -1, last) * torch.ones(1, each, 1, 1)).reshape(chunks * heads, -1, last)
+        repeated = x.reshape(chunks * groups, 1, -1, width) * torch.ones(1, each, 1, 1)
+        return repeated.reshape(chunks * heads, -1, width)
 
-    qg = by_chunk(_heads(q, groups, width) * width**-0.5, groups)  # (Z G, Q, K)
-    kg = by_chunk(_heads(k, groups, width), groups)
+    qh = spread(by_chunk(_heads(q, groups, width) * width**-0.5, groups))  # (Z H, Q, K)
+    kh = spread(by_chunk(_heads(k, groups, width), groups))
     vh = by_chunk(v.reshape(-1, heads, size), heads)  # (Z H, Q, V)
     rate = by_chunk(beta.reshape(-1, heads, 1), heads)  # (Z H, Q, 1)
     sums = torch.matmul(lower, by_chunk(g.reshape(-1, heads, 1), heads))  # (Z H, Q, 1): log of the decay
     decays = torch.exp(torch.clamp(sums - sums.transpose(1, 2), max=0.0)) * lower  # (Z H, Q, Q)
     since, last = torch.exp(sums), sums[:, -1:]  # (Z H, Q, 1), (Z H, 1, 1)
 
-    keys = kg.transpose(1, 2)
-    kh, qh = spread(kg), spread(qg)  # (Z H, Q, K)
-    inverse = unit_lower_inverse(spread(torch.matmul(kg, keys)) * (decays * rate), eye, quarters)  # (Z H, Q, Q)
-    weights = spread(torch.matmul(qg, keys)) * decays
+    keys = kh.transpose(1, 2)  # (Z H, K, Q)
+    inverse = unit_lower_inverse(torch.matmul(kh, keys) * (decays * rate), eye, quarters)  # (Z H, Q, Q)
+    weights = torch.matmul(qh, keys) * decays
     values = torch.matmul(inverse, vh * rate)  # (Z H, Q, V)
     read = torch.matmul(inverse, kh * (rate * since))  # (Z H, Q, K): keys that read the state at the chunk's start
     asked, written = qh * since, kh * torch.exp(last - sums)
