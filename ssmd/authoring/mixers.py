@@ -22,8 +22,8 @@ from ssmd.model.plan import Attention, Mamba1, Mamba2, Plan, ShortConv
 class Rows:
     """Tensors that are made once for all layers, such as the one that distinguishes tokens from pads.
 
-    valid: (1, T, 1), if a layer has a recurrence. tails: by the width K of a convolution, (1, K-1, K-1+T), or (K-1,) if
-    T is open. lower: (1, T, T), if T is open and a layer is Mamba-2.
+    valid: (1, T, 1), if a layer has a recurrence. tails: by the width K of a convolution or a window, (1, K-1, K-1+T),
+    or (K-1,) if T is open. lower: (1, T, T), if T is open and a layer is Mamba-2.
     """
 
     valid: Tensor | None
@@ -39,7 +39,8 @@ def rows(module: FlatModule, plan: Plan, n_valid: Tensor | None, length: int) ->
     lower = ops_open.lower_ones(length) if module.open and chunked else None
     recurrent = chunked or any(isinstance(m, Mamba1) for m in plan.mixers)
     valid = ops.valid_rows(n_valid, length) if recurrent else None
-    widths = dict.fromkeys(m.width for m in plan.mixers if not isinstance(m, Attention))
+    widths = dict.fromkeys(m.window if isinstance(m, Attention) else m.width for m in plan.mixers)
+    widths.pop(None, None)  # of attention without a window
     return Rows(valid, {width: module.tail(n_valid, length, width) for width in widths}, lower)
 
 

@@ -49,6 +49,7 @@ NEUTRAL: dict[str, frozenset[str]] = {
         "num_nextn_predict_layers routed_scaling_factor sliding_window topk_group use_mamba_kernels"
     ),
     "lfm2": EVERYWHERE | {"full_attn_idxs"},  # beside layer_types
+    "lfm3": EVERYWHERE,
 }
 # Fields that transformers' code for all models reads. With another value they make a model that is not supported here.
 ONLY: dict[str, Any] = {

@@ -30,6 +30,7 @@ _MULTIPLIED = {
     "o",
     "in",
     "out",
+    "gate",
     "gate_up",
     "up",
     "down",

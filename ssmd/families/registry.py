@@ -16,6 +16,7 @@ from ssmd.families import (
     falcon_mamba,
     granitemoehybrid,
     lfm2,
+    lfm3,
     llama,
     mamba,
     mamba2,
@@ -27,6 +28,7 @@ from ssmd.families.neutral import NEUTRAL, check
 from ssmd.families.weights import Binding, given
 from ssmd.model.formats import unread
 from ssmd.model.plan import Plan, first_problem
+from ssmd.model.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Family:
             plan = self.describe(config)
             plan.spec("float32")  # which MLPs alone do not make
             with np.errstate(all="ignore"):
-                tables = plan.tables(2) or ()
+                tables = (*(plan.tables(2) or ()), *(plan.window_tables(2) or ()))
             if not all(np.isfinite(table).all() for table in tables):
                 raise FamilyError("config.json: the numbers of RoPE are too large or too small to compute with")
         return plan
@@ -66,16 +68,22 @@ class Family:
     def tables(self, config: Any, context: int) -> dict[str, Binding]:
         """Return bindings of the tables that a graph for `context` tokens holds beside its parameters.
 
-        With RoPE these are `rope_cos` and `rope_sin`, (context, R/2); without it there are none.
+        With RoPE these are `rope_cos` and `rope_sin`, (context, R/2), and `window_rope_cos` and `window_rope_sin` if the
+        layers with a window have others; without it there are none.
         """
         plan = self.plan(config)
-        if plan.rope is None or not plan.rotated:
-            return {}
-        rope, rotated = plan.rope, plan.rotated
-        return {
-            "rope_cos": given(lambda: rope.tables(rotated, context)[0]),
-            "rope_sin": given(lambda: rope.tables(rotated, context)[1]),
-        }
+        made: dict[str, Binding] = {}
+        for of, rope, rotated in (("", plan.rope, plan.rotated), ("window_", plan.window_rope, plan.window_rotated)):
+            if rope is not None and rotated:
+                made |= _tables(of, rope, rotated, context)
+        return made
+
+
+def _tables(of: str, rope: Rope, rotated: int, context: int) -> dict[str, Binding]:
+    return {
+        f"{of}rope_cos": given(lambda: rope.tables(rotated, context)[0]),
+        f"{of}rope_sin": given(lambda: rope.tables(rotated, context)[1]),
+    }
 
 
 @contextmanager
@@ -104,6 +112,7 @@ FAMILIES = {
         Family("falcon_mamba", falcon_mamba.parse, mamba.plan, mamba.bindings, buckets=(16, 64)),
         Family("nemotron_h", nemotron_h.Config.parse, nemotron_h.plan, nemotron_h.bindings),
         Family("lfm2", lfm2.Config.parse, lfm2.plan, lfm2.bindings),
+        Family("lfm3", lfm3.Config.parse, lfm3.plan, lfm3.bindings),
     )
 }
 

@@ -305,14 +305,14 @@ def test_time_step_limit(tmp_path: Path, variant: str) -> None:
 
 
 def test_buckets_that_do_not_divide_into_chunks_are_refused(pair: Pair) -> None:
-    if any(len(t.shape) == 3 for t in pair.module.spec.recurrent):  # the chunks of SSD
+    if any(t.kind == "ssm" and len(t.shape) == 3 for t in pair.module.spec.tensors):  # the chunks of SSD
         with pytest.raises(ValueError, match="bucket of 100 tokens"):
             Host(pair.module).feed(pair.ids[:70], 100)
 
 
 def test_the_naive_form_gives_the_same(pair: Pair) -> None:
     """Of every family that has Mamba-2 layers; its chunks are longer."""
-    if any(len(t.shape) == 3 for t in pair.module.spec.recurrent):
+    if any(t.kind == "ssm" and len(t.shape) == 3 for t in pair.module.spec.tensors):
         plain, naive = Host(pair.module), Host(pair.module)
         rows = [feed(plain, pair.ids, [(256, 140), (1, 1), (16, 9)], pad=3)]
         pair.module.naive = True
@@ -329,7 +329,7 @@ def test_the_naive_form_gives_the_same(pair: Pair) -> None:
 
 def test_parameters_are_exactly_the_bindings(pair: Pair) -> None:
     assert all(not name.endswith((".weight", ".bias")) for name, _ in pair.module.named_parameters())
-    assert {name for name, _ in pair.module.named_buffers()} <= {"cos", "sin"}
+    assert {name for name, _ in pair.module.named_buffers()} <= {"cos", "sin", "window_cos", "window_sin"}
 
 
 def test_graph_inputs_have_the_shapes_that_runtimes_expect(pair: Pair) -> None:
@@ -342,6 +342,8 @@ def test_graph_inputs_have_the_shapes_that_runtimes_expect(pair: Pair) -> None:
             "ssm": (1, *t.shape) if len(t.shape) == 3 else (1, second, first),
             "key": (first, CONTEXT, second),
             "value": (first, second, CONTEXT),
+            "window_key": t.shape,
+            "window_value": (first, t.shape[-1], second),
         }
         assert shapes[t.name] == expected[t.kind]
 
