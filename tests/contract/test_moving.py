@@ -24,7 +24,7 @@ F32 = (RUNTIMES[0], "f32")
 NAMES = (
     [f"{f}-f32" for f in FAMILIES] if FOREIGN else [n for n, b in BUILT.items() if (b.runtime, b.quantization) == F32]
 )
-USUAL = ("granite-f32", "falcon-mamba-f32", "lfm2-f32")  # of the others test_parity.py says that states are PyTorch's
+USUAL = ("granite-f32", "falcon-mamba-f32", "lfm2-f32", "lfm3-f32")  # of the others test_parity.py says that states are PyTorch's
 PAIRS = [(a, b) for a in HERE for b in HERE if a != b]
 TOLERANCE = 5e-5  # of float32 graphs, in standard deviations of the logits, as between two splits of a prompt
 
