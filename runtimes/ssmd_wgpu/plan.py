@@ -41,8 +41,14 @@ class PackedPlan(Plan):
 
     @model_validator(mode="after")
     def _fits_shaders(self) -> Self:
+        if any(layer.sandwich for layer in self.layers):
+            raise ValueError("layers with sandwich norms are not supported by runtime wgpu")
         for m in self.mixers:
             if isinstance(m, Attention):
+                if m.window is not None:
+                    raise ValueError(f"attention within a window of {m.window} tokens is not supported by runtime wgpu")
+                if m.gate != "none":
+                    raise ValueError(f"attention with gates of {m.gate} is not supported by runtime wgpu")
                 if m.head_dim > MAX_HEAD_DIM:
                     raise ValueError(f"head_dim {m.head_dim} is more than {MAX_HEAD_DIM}")
                 if m.head_dim % 2:

@@ -533,6 +533,24 @@ def test_a_model_that_no_shader_runs_says_what_builds_it(fields: dict[str, Any],
         packed_plan(family, family.parse(config), 512)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "^layers with sandwich norms are not supported by runtime wgpu; build it for litert or openvino"),
+        ({"use_sandwich_norm": False}, "^attention within a window of 24 tokens is not supported by runtime wgpu; build"),
+        (
+            {"use_sandwich_norm": False, "layer_types": ["full_attention"] * 5},
+            "^attention with gates of heads is not supported by runtime wgpu; build it for litert or openvino",
+        ),
+    ],
+)
+def test_lfm3_says_what_builds_it(fields: dict[str, Any], said: str) -> None:
+    config = {"model_type": "lfm3", "vocab_size": 384, **tiny.LFM3, **fields}
+    family = family_of(config)
+    with pytest.raises(BuildError, match=said):
+        packed_plan(family, family.parse(config), 512)
+
+
 def test_rows_are_of_everything_in_the_file(artifacts: TinyArtifacts) -> None:
     source = Source.open(artifacts.source("wgpu-granite-f32"))
     family = family_of(source.config)
