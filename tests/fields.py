@@ -125,7 +125,10 @@ USED: dict[str, list[Change]] = {
         {"use_sandwich_norm": False},
         {"rope_parameters": {"sliding_attention": {"rope_theta": 100.0}, "full_attention": {"rope_theta": 50.0}}},
         {"rope_parameters": {"sliding_attention": PROPORTIONAL, "full_attention": {**LINEAR}}},
-        {"rope_scaling": {"sliding_attention": {**YARN}, "full_attention": PROPORTIONAL}, "max_position_embeddings": 256},
+        {
+            "rope_scaling": {"sliding_attention": {**YARN}, "full_attention": PROPORTIONAL},
+            "max_position_embeddings": 256,
+        },
         {"rope_theta": 30.0, "rope_parameters": {"sliding_attention": {}, "full_attention": {}}},
     ],
     "granitemoehybrid": [

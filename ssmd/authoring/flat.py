@@ -61,8 +61,8 @@ def by_lane(step: Callable[..., tuple[Tensor, Tensor]], *rows: int) -> Callable[
 class Window:
     """The tensors that the layers with one window share in a call.
 
-    masks: of blocks of queries, (1, B R, W + B); for one token, or for each lane, (1, 1, W), or (1, 1, W + 1) in a graph
-    of open lengths. tail: selects the new state, (1, W, W + T), or (W,) if T is open; None when T = 1.
+    masks: of blocks of queries, (1, B R, W + B); for one token, or for each lane, (1, 1, W), or (1, 1, W + 1) in a
+    graph of open lengths. tail: selects the new state, (1, W, W + T), or (W,) if T is open; None when T = 1.
     """
 
     masks: Sequence[Tensor]
@@ -91,7 +91,7 @@ class FlatModule(nn.Module):
         tables: tuple[NDArray[np.float32], NDArray[np.float32]] | None,
         window_tables: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
     ) -> None:
-        """tables: RoPE's cosines and sines, each (S, R/2); None without RoPE. window_tables: those of windows' layers."""
+        """tables: RoPE's cosines and sines, each (S, R/2); None without RoPE. window_tables: those of such layers."""
         super().__init__()
         self.spec = spec
         self.context = context
@@ -156,7 +156,10 @@ class FlatModule(nn.Module):
         return [attention.slot_mask(pos[b : b + 1], cache.shape[1]) for b, cache in enumerate(states[key])]
 
     def rotation(self, pos: Tensor, length: int, of: str = "") -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the T positions from `pos` on, each (T, 1, R/2). of: "window_" for such layers."""
+        """Return cosines and sines of the T positions from `pos` on, each (T, 1, R/2).
+
+        of: "window_" for the tables of layers with a window.
+        """
         # Pads may lie beyond the context. An index outside the table would be an error in some runtimes.
         rows = torch.clamp(pos + torch.arange(length, dtype=torch.int32), max=self.context - 1)
         tables = getattr(self, of + "cos"), getattr(self, of + "sin")
@@ -185,7 +188,7 @@ class FlatModule(nn.Module):
         """Compute attention: x (1, T, hidden) -> (1, T, hidden) and the new rows of key and value, or the new window.
 
         masks: slots and causal. qk_eps: epsilon of the norms of each head's query and key before RoPE; None without
-        them. gate: "heads" if each head's output has one. window: masks in place of `masks`, if the layer has a window.
+        them. gate: "heads" if each head's output has one. window: masks in place of `masks`, of such a layer.
         """
         shape = (key if isinstance(key, Tensor) else key[0]).shape
         groups, size = int(shape[0]), int(shape[2])  # numbers to a tracer that leaves S open, too

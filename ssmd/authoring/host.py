@@ -83,11 +83,8 @@ class Host:
         tensors = {}
         for t in self.module.spec.tensors:
             x = self.states[t.name]
-            if t.recurrent:
-                x = t.canonical(x)
-            else:
-                x = x[:, :n] if t.kind == "key" else x[..., :n].transpose(1, 2)
-            tensors[t.name] = x.numpy().copy()
+            rows = x[:, :n] if t.kind == "key" else x[..., :n].transpose(-2, -1)
+            tensors[t.name] = (t.canonical(x) if t.recurrent else rows).numpy().copy()
         return State(n, 0, tensors)
 
     def restore(self, state: State) -> None:

@@ -40,9 +40,7 @@ class Model(FlatModule):
     def __init__(
         self, plan: Plan, parameters: Mapping[str, NDArray[np.float32]], context: int, family: str = ""
     ) -> None:
-        super().__init__(
-            parameters, plan.spec("float32"), context, plan.tables(context), plan.window_tables(context)
-        )
+        super().__init__(parameters, plan.spec("float32"), context, plan.tables(context), plan.window_tables(context))
         self.plan, self.family = plan, family
 
     def forward(

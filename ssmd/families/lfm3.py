@@ -100,15 +100,15 @@ def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:
 
 def _window(f: Fields, layers: tuple[LayerKind, ...]) -> int | None:
     """Read `sliding_window`, which matters only if a layer has one."""
-    if "sliding_window" in f.config and f.get("sliding_window") is None:
-        window = 0
-    else:
-        window = f.size("sliding_window", 256)
+    null = "sliding_window" in f.config and f.get("sliding_window") is None
+    window = 0 if null else f.size("sliding_window", 256)
     if "sliding_attention" not in layers:
         return None
     if window < 2:
         said = f.get("sliding_window")
-        raise FamilyError(f"config.json: sliding_window is {said!r}, expected at least 2 for layers of sliding_attention")
+        raise FamilyError(
+            f"config.json: sliding_window is {said!r}, expected at least 2 for layers of sliding_attention"
+        )
     return window
 
 

@@ -68,8 +68,8 @@ class Family:
     def tables(self, config: Any, context: int) -> dict[str, Binding]:
         """Return bindings of the tables that a graph for `context` tokens holds beside its parameters.
 
-        With RoPE these are `rope_cos` and `rope_sin`, (context, R/2), and `window_rope_cos` and `window_rope_sin` if the
-        layers with a window have others; without it there are none.
+        With RoPE these are `rope_cos` and `rope_sin`, (context, R/2). If the layers with a window have tables of their
+        own, these are `window_rope_cos` and `window_rope_sin`.
         """
         plan = self.plan(config)
         made: dict[str, Binding] = {}

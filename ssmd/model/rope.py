@@ -119,9 +119,7 @@ class ProportionalScaling:
         return np.where(turning, 1 / periods, np.float32(0)).astype(np.float32) / np.float32(self.factor)
 
 
-Scaling = Annotated[
-    LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling, Field(discriminator="kind")
-]
+Scaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)

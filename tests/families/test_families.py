@@ -203,7 +203,10 @@ def test_lfm2_in_the_older_spelling() -> None:
     ("fields", "named"),
     [
         ({"layer_types": ["conv"]}, "num_hidden_layers = 5"),
-        ({"layer_types": [*["conv"] * 4, "mamba"]}, "layer_types has 'mamba'; supported: conv, full_attention, sliding"),
+        (
+            {"layer_types": [*["conv"] * 4, "mamba"]},
+            "layer_types has 'mamba'; supported: conv, full_attention, sliding",
+        ),
         ({"sliding_window": None}, "sliding_window is None, expected at least 2"),
         ({"sliding_window": 1}, "sliding_window is 1, expected at least 2"),
         ({"sliding_window": 24.0}, "sliding_window is 24.0"),

@@ -112,7 +112,9 @@ def test_layers_with_a_window_may_rotate_otherwise() -> None:
     assert (made.rotated, made.window_rotated) == (4, 2)
     assert [t[0].shape for t in (made.tables(3), made.window_tables(3)) if t is not None] == [(3, 2), (3, 1)]
     with pytest.raises(ValidationError, match="layers rotate different numbers"):
-        Plan.model_validate({**dict(made), "layers": (*layers, Layer(mixers=(near.model_copy(update={"rotated": 4}),), mlp=None))})
+        Plan.model_validate(
+            {**dict(made), "layers": (*layers, Layer(mixers=(near.model_copy(update={"rotated": 4}),), mlp=None))}
+        )
 
 
 def test_the_state_of_a_window_has_a_row_less() -> None:
@@ -129,6 +131,9 @@ def test_the_state_of_a_window_has_a_row_less() -> None:
 
 def test_sandwich_norms_stand_around_mixers_and_an_mlp() -> None:
     made = plan(Layer(mixers=(ATTENTION,), mlp=MLP, sandwich=True)).parameters()
-    assert {n for n in made if "norm" in n} == {"norm", *(f"layer0_{n}" for n in ("norm1", "norm2", "post_norm1", "post_norm2"))}
+    assert {n for n in made if "norm" in n} == {
+        "norm",
+        *(f"layer0_{n}" for n in ("norm1", "norm2", "post_norm1", "post_norm2")),
+    }
     with pytest.raises(ValidationError, match="sandwich norms has mixers and an MLP"):
         Layer(mixers=(ATTENTION,), mlp=None, sandwich=True)

@@ -64,7 +64,16 @@ def test_json_round_trip() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [("window_key", (2, 5)), ("window_value", (2, 5, 6, 1)), ("conv", (8,)), ("conv", (8, 3, 1)), ("ssm", (8,)), ("ssm", (1, 2, 4, 8)), ("ssm", (8, 0)), ("key", (2, 16, 1))],
+    [
+        ("window_key", (2, 5)),
+        ("window_value", (2, 5, 6, 1)),
+        ("conv", (8,)),
+        ("conv", (8, 3, 1)),
+        ("ssm", (8,)),
+        ("ssm", (1, 2, 4, 8)),
+        ("ssm", (8, 0)),
+        ("key", (2, 16, 1)),
+    ],
 )
 def test_shapes_that_cannot_be(kind: Kind, shape: tuple[int, ...]) -> None:
     with pytest.raises(StateError, match="not possible"):

@@ -537,7 +537,10 @@ def test_a_model_that_no_shader_runs_says_what_builds_it(fields: dict[str, Any],
     ("fields", "said"),
     [
         ({}, "^layers with sandwich norms are not supported by runtime wgpu; build it for litert or openvino"),
-        ({"use_sandwich_norm": False}, "^attention within a window of 24 tokens is not supported by runtime wgpu; build"),
+        (
+            {"use_sandwich_norm": False},
+            "^attention within a window of 24 tokens is not supported by runtime wgpu; build",
+        ),
         (
             {"use_sandwich_norm": False, "layer_types": ["full_attention"] * 5},
             "^attention with gates of heads is not supported by runtime wgpu; build it for litert or openvino",

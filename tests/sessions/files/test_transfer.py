@@ -236,7 +236,7 @@ def test_rows_lie_in_the_file_once(store: Store, tmp_path: Path, monkeypatch: py
 
 
 def test_states_of_an_unknown_kind_stay_where_they_are(store: Store, there: Store, tmp_path: Path) -> None:
-    """A newer version wrote them. The words leave for another place; the file with them is refused by the kind's name."""
+    """A newer version wrote them. The words leave for another place; a file with them is refused by their kind."""
     talk(store, SPECS["windows"])
     export_session(store, "s", tmp_path / "newer.ssmd")
     newer = rewrite(tmp_path / "newer.ssmd", doc=_set("layout", 1, "kind", "made_up"))
