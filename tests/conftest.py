@@ -40,8 +40,9 @@ CACHE = ROOT / ".cache" / "artifacts"
 SOURCES = ROOT / ".cache" / "sources"
 ONE_EACH = (
     *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2"),
-    *("mamba2-groups", "bamba-last", "falcon-h1-norm", "nemotron-h-biases"),
+    *("mamba2-groups", "bamba-last", "falcon-h1-norm", "nemotron-h-biases", "lfm3"),
 )
+WITH_WINDOWS = ("litert", "openvino")  # the runtimes that compute attention within a window
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
 MADE_ELSEWHERE = "TESTED_ARTIFACTS"  # two folders, with | between them
 # Variables of MKL, PyTorch and NumPy that choose other kernels, whose last bits differ.
@@ -107,6 +108,8 @@ def _built() -> Iterator[tuple[str, Tiny]]:
     """Names of LiteRT's artifacts have no prefix."""
     for runtime in RUNTIMES:
         for variant, quantization in [*((v, "f32") for v in tiny.VARIANTS), ("llama", "int8"), ("granite", "int8")]:
+            if tiny.VARIANTS[variant][0] == "lfm3" and runtime not in WITH_WINDOWS:
+                continue
             name = f"{variant}-{quantization}"
             made = Tiny(variant, runtime, quantization, TIERS.get(name, "512"))
             yield name if runtime == "litert" else f"{runtime}-{name}", made

@@ -12,10 +12,12 @@ import tiny
 Change = dict[str, Any]
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 70.0, "partial_rotary_factor": 0.8, "factor": 3.0}
 BASE: dict[str, Change] = {
     "llama": tiny.LLAMA,
     "qwen3": tiny.QWEN3,
     "lfm2": tiny.LFM2,
+    "lfm3": tiny.LFM3,
     "granitemoehybrid": tiny.GRANITE | tiny.ROPE,
     "bamba": tiny.BAMBA,
     "falcon_h1": tiny.FALCON_H1,
@@ -101,6 +103,33 @@ USED: dict[str, list[Change]] = {
         {"conv_bias": True},
         {"conv_L_cache": 4},
         {"head_dim": 32},
+    ],
+    "lfm3": [
+        *PLAIN,
+        {"num_attention_heads": 2},
+        {"num_key_value_heads": 1},
+        {"hidden_size": 72},
+        {"intermediate_size": 80},
+        {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+        {"layer_types": ["sliding_attention", "conv", "conv", "full_attention", "full_attention"]},
+        {"layer_types": None},
+        {"layer_types": ["sliding_attention"] * 5},
+        {"sliding_window": 2},
+        {"sliding_window": 100},
+        {"head_dim": 32},
+        {"norm_eps": 0.3},
+        {"attention_bias": True},
+        {"conv_bias": True},
+        {"conv_L_cache": 4},
+        {"use_attention_gate": False},
+        {"use_sandwich_norm": False},
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 100.0}, "full_attention": {"rope_theta": 50.0}}},
+        {"rope_parameters": {"sliding_attention": PROPORTIONAL, "full_attention": {**LINEAR}}},
+        {
+            "rope_scaling": {"sliding_attention": {**YARN}, "full_attention": PROPORTIONAL},
+            "max_position_embeddings": 256,
+        },
+        {"rope_theta": 30.0, "rope_parameters": {"sliding_attention": {}, "full_attention": {}}},
     ],
     "granitemoehybrid": [
         *PLAIN,
@@ -237,6 +266,7 @@ SAME: dict[str, list[Change]] = {  # what is read and says, with these values, w
         {"max_window_layers": 0, "sliding_window": 32},
     ],
     "lfm2": WHOLE,
+    "lfm3": [*WHOLE, {"sliding_window": 100, "layer_types": ["conv", "full_attention", "conv", "conv", "conv"]}],
     "granitemoehybrid": [*SILU, *WHOLE, {"num_local_experts": 0}, {"normalization_function": "rmsnorm"}],
     "bamba": [
         *SILU,
@@ -283,6 +313,14 @@ REFUSED: dict[str, list[Change]] = {
         {"layer_types": ["sliding_attention"] * 3, "sliding_window": 32},
     ],
     "qwen3": [GELU, OTHER_ROPE, WINDOW, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}],
+    "lfm3": [
+        {"rope_scaling": LINEAR},
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 100.0}}},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic"}, "full_attention": {"rope_theta": 100.0}}},
+        {"partial_rotary_factor": 0.5},
+        {"sliding_window": 1},
+        {"layer_types": ["linear_attention"] * 5},
+    ],
     "lfm2": [OTHER_ROPE, {"partial_rotary_factor": 0.5}, {"layer_types": ["sliding_attention"] * 4}],
     "granitemoehybrid": [
         GELU,

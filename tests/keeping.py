@@ -48,7 +48,16 @@ ATTENTION = StateSpec(
     )
 )
 RECURRENT = StateSpec((TensorSpec("conv_0", "conv", 0, (12, 3)), TensorSpec("ssm_0", "ssm", 0, (16, 8))))
-SPECS = {"hybrid": HYBRID, "attention": ATTENTION, "recurrent": RECURRENT}
+WINDOWS = StateSpec(
+    (
+        TensorSpec("conv_0", "conv", 0, (12, 3)),
+        TensorSpec("window_key_1", "window_key", 1, (2, 5, 6)),
+        TensorSpec("window_value_1", "window_value", 1, (2, 5, 6)),
+        TensorSpec("key_2", "key", 2, (2, 6), "float16"),
+        TensorSpec("value_2", "value", 2, (2, 6), "float16"),
+    )
+)
+SPECS = {"hybrid": HYBRID, "attention": ATTENTION, "recurrent": RECURRENT, "windows": WINDOWS}
 FED: dict[bytes, Ids] = {}  # the ids that a checkpoint was fed, by its key: of all that were encoded in this process
 
 

@@ -63,7 +63,11 @@ def state(cache: Any, position: int) -> State:
             if isinstance(value, torch.Tensor):
                 value = value.transpose(-1, -2) if kind == "ssm" and cache.transposed else value
                 array = value[0].numpy().copy()
-                tensors[f"{kind}_{i}"] = array[:, 1:] if kind == "conv" else array
+                if getattr(layer, "is_sliding", False):
+                    early = layer.sliding_window - 1 - array.shape[1]  # it keeps no rows before the first
+                    tensors[f"window_{kind}_{i}"] = np.pad(array, ((0, 0), (early, 0), (0, 0)))
+                else:
+                    tensors[f"{kind}_{i}"] = array[:, 1:] if kind == "conv" else array
     return State(position, 0, tensors)
 
 

@@ -90,6 +90,21 @@ LFM2: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "tie_word_embeddings": True,
 }
+LFM3: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "sliding_attention", "full_attention", "sliding_attention", "conv"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 24,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
 MAMBA2: dict[str, Any] = {
     "hidden_size": 96,
     "num_hidden_layers": 3,
@@ -244,6 +259,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2, "head_dim": 16}
         | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_value_head_dim": 9}
         | {"linear_conv_kernel_dim": 2, "num_key_value_heads": 1},
+    ),
+    "lfm3": ("lfm3", LFM3),
+    "lfm3-wide": (  # a window that no prompt here fills, over all layers; untied, with biases and other tables
+        "lfm3",
+        LFM3
+        | {"layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2, "sliding_window": 200}
+        | {"tie_word_embeddings": False, "attention_bias": True, "use_sandwich_norm": False, "vocab_size": 397}
+        | {"rope_parameters": {"sliding_attention": LLAMA3_ROPE}},
+    ),
+    "lfm3-odd": (
+        "lfm3",
+        LFM3
+        | {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 14, "sliding_window": 2}
+        | {"layer_types": ["sliding_attention", "conv", "full_attention"], "num_hidden_layers": 3, "conv_L_cache": 2}
+        | {"conv_bias": True, "use_attention_gate": False, "norm_eps": 1e-3, "vocab_size": 397},
+    ),
+    "lfm3-long": (  # a window of more than one block of queries
+        "lfm3",
+        LFM3
+        | {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2, "sliding_window": 100}
+        | {"rope_parameters": {"full_attention": {"rope_theta": 500.0}, "sliding_attention": {"rope_theta": 100.0}}},
     ),
     "mamba2": ("mamba2", MAMBA2),
     "mamba2-groups": (

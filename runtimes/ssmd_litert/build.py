@@ -14,7 +14,7 @@ from ssmd.families.offsets import BLOCK
 from ssmd.machine.memory import trim
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
-from ssmd.model.state import of_lane
+from ssmd.model.state import StateSpec, of_lane
 from ssmd.runtime.hoststate.graph import SLOTS
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import LANES, lanes_name, signature_name
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MODEL = "model.tflite"
 MOST_SAID = 3  # of what a lint finds
-NOMINAL = 251  # the capacity that a file says: no other size in it is this, or a little more
+NOMINALS = (251, 241)  # the capacity that a file says is the first of these that is no other size in it
 # A converted file says at each operator the class of the module that it came from. What is said is fixed by family,
 # wherever the code lies: the same model gives the same bytes, those of the graphs that were shipped under these names.
 _CLASSES = {
@@ -94,7 +94,7 @@ class LiteRTConverter:
             exported.rename(model)
         changes: list[Callable[[Edited], None]] = [delegate_all, add_up]
         if module.spec.rows:
-            changes.append(partial(open_capacity, nominal=NOMINAL))
+            changes.append(partial(open_capacity, nominal=nominal(module.spec)))
         if states := [t.name for t in module.spec.recurrent]:
             lanes = [of_lane(name, lane) for name in states for lane in range(max(LANES))]
             changes.append(partial(write_states_last, states={*states, *lanes}))
@@ -128,9 +128,9 @@ def _export(module: Model, buckets: Sequence[int], file: Path) -> None:
 
     converter: Any = litert_torch
     module.__class__ = _named(module)
-    shapes = graph_shapes(module.spec, NOMINAL)
+    shapes = graph_shapes(module.spec, nominal(module.spec))
     if module.spec.rows:
-        shapes[SLOTS] = (1, 1, NOMINAL)
+        shapes[SLOTS] = (1, 1, nominal(module.spec))
     for length in (1, *buckets):
         inputs = {
             "tokens": torch.zeros(1, length, dtype=torch.int32),
@@ -158,6 +158,12 @@ def _export(module: Model, buckets: Sequence[int], file: Path) -> None:
     converted.export(str(file))
     weights_on_disk.fill(file, weights)
     weights.unlink()
+
+
+def nominal(spec: StateSpec) -> int:
+    """Return the capacity that a file of this state says."""
+    sizes = {size for t in spec.tensors for size in t.shape}
+    return next((n for n in NOMINALS if n not in sizes), NOMINALS[0])
 
 
 def _named(module: Model) -> type[Model]:

@@ -51,15 +51,14 @@ class PackedPlan(Plan):
 
     @model_validator(mode="after")
     def _fits_shaders(self) -> Self:
-        mlps = (layer.mlp for layer in self.layers if layer.mlp is not None)
-        for part in (self, *self.layers, *self.mixers, *mlps):
-            for name, field in type(part).model_fields.items():
-                if name not in _READ and getattr(part, name) != field.default:
-                    raise ValueError(f"runtime wgpu has no shader for {name} {getattr(part, name)}")
+        if any(layer.sandwich for layer in self.layers):
+            raise ValueError("layers with sandwich norms are not supported by runtime wgpu")
         for m in self.mixers:
             if isinstance(m, Attention):
+                if m.window is not None:
+                    raise ValueError(f"attention within a window of {m.window} tokens is not supported by runtime wgpu")
                 if m.gate not in GATES:
-                    raise ValueError(f"runtime wgpu has no shader for gate {m.gate}")
+                    raise ValueError(f"attention with gates of {m.gate} is not supported by runtime wgpu")
                 if m.head_dim > MAX_HEAD_DIM:
                     raise ValueError(f"head_dim {m.head_dim} is more than {MAX_HEAD_DIM}")
                 if m.head_dim % 2:
@@ -73,6 +72,11 @@ class PackedPlan(Plan):
                         raise ValueError(f"{name} {getattr(m, name)} of gated DeltaNet is more than {MAX_DELTA}")
             elif not isinstance(m, ShortConv) and m.states > MAX_STATES:
                 raise ValueError(f"states {m.states} are more than {MAX_STATES}")
+        mlps = (layer.mlp for layer in self.layers if layer.mlp is not None)
+        for part in (self, *self.layers, *self.mixers, *mlps):
+            for name, field in type(part).model_fields.items():
+                if name not in _READ and getattr(part, name) != field.default:
+                    raise ValueError(f"runtime wgpu has no shader for {name} {getattr(part, name)}")
         return self
 
     def packed(self) -> dict[str, Shape]:

@@ -1,6 +1,6 @@
 """Attention over a cache and new rows, RoPE and masks, in forms that every converter keeps fast.
 
-The rules, the glossary and the plain `_ref` forms are as in ssmd/authoring/ops.py.
+The rules, the glossary and the plain `_ref` forms are as in ssmd/authoring/ops.py. W: rows of a window's state.
 """
 
 from __future__ import annotations
@@ -119,6 +119,77 @@ def attend(
     if causal is None:
         return seen + weights[..., context:] * new_value.transpose(1, 2)
     return seen + torch.matmul(weights[..., context:], new_value.transpose(1, 2))
+
+
+def window_slots(pos: Tensor, rows: int, length: int) -> Tensor:
+    """Return (1, 1, W + T): MASKED for rows of a window before position 0. rows: W. The T new rows are never masked."""
+    early = torch.arange(rows + length, dtype=torch.int32) < rows - pos
+    return early.to(torch.float32).reshape(1, 1, -1) * MASKED
+
+
+def window_masks(pos: Tensor, rows: int, length: int, each: int) -> list[Tensor]:
+    """Return (1, B R, W + B) for each block of B = QUERY_BLOCK tokens, the last of which may be shorter.
+
+    Token i of a block sees columns i to i + W of the rows from the block's first token on, less those before position
+    0. rows: W. each: R.
+    """
+    slots = window_slots(pos, rows, length)
+    if length <= QUERY_BLOCK:
+        return [_band(length, rows, each) + slots]
+    masks, band = [], _band(QUERY_BLOCK, rows, each)
+    for start in range(0, length, QUERY_BLOCK):
+        size = min(QUERY_BLOCK, length - start)
+        masks.append(band[:, : size * each, : rows + size] + slots[..., start : start + rows + size])
+    return masks
+
+
+def _band(length: int, rows: int, each: int) -> Tensor:
+    """Return (1, T R, W + T): MASKED outside columns i to i + W of token i."""
+    ones = torch.ones(length, rows + length)
+    band = (torch.triu(ones, diagonal=rows + 1) + torch.tril(ones, diagonal=-1)) * MASKED
+    return band.repeat_interleave(each, 0).unsqueeze(0)
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute grouped-query attention over a window, the W rows before this call, and T new rows.
+
+    q (T, G, R, D) scaled, k and v (T, G, D); key (G, W, D), value (G, D, W), oldest first; masks from `window_masks`.
+    Returns (1, T, G R D) and old and new rows together: key (G, W + T, D), value (G, D, W + T).
+
+    A block of queries meets only the rows that one of them sees: B + W, however many tokens there are.
+    """
+    _, groups, each, size = q.shape
+    rows = q.permute(1, 0, 2, 3).reshape(groups, -1, size)  # (G, T R, D)
+    keys = torch.cat([key, k.permute(1, 0, 2)], 1)  # (G, W + T, D)
+    values = torch.cat([value, v.permute(1, 2, 0)], 2)  # (G, D, W + T)
+    blocks = []
+    for i, mask in enumerate(masks):
+        block, seen_keys, seen_values = rows, keys, values
+        if len(masks) > 1:
+            start, seen = i * QUERY_BLOCK, mask.shape[-1]
+            block = rows[:, start * each : start * each + mask.shape[1]]  # (G, B R, D)
+            seen_keys, seen_values = keys[:, start : start + seen], values[..., start : start + seen]
+        scores = torch.matmul(block, seen_keys.transpose(1, 2)) + mask  # (G, B R, W + B)
+        blocks.append(torch.matmul(torch.softmax(scores, -1), seen_values.transpose(1, 2)))  # (G, B R, D)
+    out = torch.cat(blocks, 1) if len(blocks) > 1 else blocks[0]  # (G, T R, D)
+    out = out.reshape(groups, -1, each, size).permute(1, 0, 2, 3)  # (T, G, R, D)
+    return out.reshape(1, -1, groups * each * size), keys, values
+
+
+def window_attention_ref(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, position: int) -> Tensor:
+    """Return the output of `window_attention`: each token by itself, over the last W + 1 rows up to its own."""
+    length, _, each, _ = q.shape
+    window, held = key.shape[1], min(position, key.shape[1])
+    keys = torch.cat([key[:, window - held :], k.transpose(0, 1)], 1).repeat_interleave(each, 0)  # (G R, n, D)
+    values = torch.cat([value[..., window - held :].transpose(1, 2), v.transpose(0, 1)], 1)
+    values, outs = values.repeat_interleave(each, 0), []
+    for t in range(length):
+        seen = slice(max(0, held + t - window), held + t + 1)
+        scores = torch.einsum("hd,hnd->hn", q[t].flatten(0, 1), keys[:, seen])
+        outs.append(torch.einsum("hn,hnd->hd", torch.softmax(scores, -1), values[:, seen]))
+    return torch.stack(outs).reshape(1, length, -1)
 
 
 def attention_ref(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor, position: int) -> Tensor:

@@ -5,6 +5,8 @@ out  logits f32[1, V] of the last valid token; each state tensor by its name
 
 conv   f32[1, K-1, C]   in and out whole (canonical: [C, K-1])
 ssm    f32[1, H, P, N]  in and out whole; Mamba-1: f32[1, N, D] (canonical: [D, N])
+window_key    f32[G, W, D]   in and out whole (canonical: [G, W, D])
+window_value  f32[G, D, W]   in and out whole, transposed (canonical: [G, W, D])
 key    f32[G, S, D]     in: the cache; out: only the T new rows, f32[G, T, D]
 value  f32[G, D, S]     in: the cache, transposed; out: only the T new columns, f32[G, D, T]
 slots  f32[1, 1, S]     in, if S is open: added to the scores of the slots; otherwise it is computed from pos
@@ -18,6 +20,7 @@ each lane, as in a step of one stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -54,6 +57,18 @@ def by_lane(step: Callable[..., tuple[Tensor, Tensor]], *rows: int) -> Callable[
     return steps
 
 
+@dataclass(frozen=True)
+class Window:
+    """The tensors that the layers with one window share in a call.
+
+    masks: of blocks of queries, (1, B R, W + B); for one token, or for each lane, (1, 1, W), or (1, 1, W + 1) in a
+    graph of open lengths. tail: selects the new state, (1, W, W + T), or (W,) if T is open; None when T = 1.
+    """
+
+    masks: Sequence[Tensor]
+    tail: Tensor | None
+
+
 class BlockOffsets(nn.Module):
     """The term of a product from the blocks' offsets. It is a module so that converters recognise it by name."""
 
@@ -81,8 +96,9 @@ class FlatModule(nn.Module):
         spec: StateSpec,
         context: int,
         tables: tuple[NDArray[np.float32], NDArray[np.float32]] | None,
+        window_tables: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
     ) -> None:
-        """tables: RoPE's cosines and sines, each (S, R/2); None without RoPE."""
+        """tables: RoPE's cosines and sines, each (S, R/2); None without RoPE. window_tables: those of such layers."""
         super().__init__()
         self.spec = spec
         self.context = context
@@ -97,6 +113,9 @@ class FlatModule(nn.Module):
         if tables is not None:
             for name, table in zip(("cos", "sin"), tables, strict=True):
                 self.register_buffer(name, torch.from_numpy(table), persistent=False)
+        if window_tables is not None:
+            for name, table in zip(("window_cos", "window_sin"), window_tables, strict=True):
+                self.register_buffer(name, torch.from_numpy(table), persistent=False)
 
     def weight(self, layer: int, name: str) -> Tensor:
         return getattr(self, f"layer{layer}_{name}")
@@ -104,6 +123,10 @@ class FlatModule(nn.Module):
     def normed(self, layer: int, name: str, x: Tensor, eps: float) -> Tensor:
         """Apply RMSNorm. A rotated model's norm has no weight: its readers contain it (ssmd/families/rotation.py)."""
         return ops.rms_norm(x, getattr(self, f"layer{layer}_{name}", None), eps)
+
+    def post_normed(self, layer: int, name: str, x: Tensor, eps: float) -> Tensor:
+        """Apply RMSNorm to what a mixer or an MLP puts out. A rotated model turns it after that, not in the weights."""
+        return self.spread("post", self.normed(layer, name, x, eps))
 
     def linear(self, layer: int, name: str, x: Tensor) -> Tensor:
         x = self.spread(name, x)
@@ -140,17 +163,22 @@ class FlatModule(nn.Module):
         key = next(t.name for t in self.spec.rows if t.kind == "key")
         return [attention.slot_mask(pos[b : b + 1], cache.shape[1]) for b, cache in enumerate(states[key])]
 
-    def rotation(self, pos: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the T positions from `pos` on, each (T, 1, R/2)."""
+    def rotation(self, pos: Tensor, length: int, of: str = "") -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the T positions from `pos` on, each (T, 1, R/2).
+
+        of: "window_" for the tables of layers with a window.
+        """
         # Pads may lie beyond the context. An index outside the table would be an error in some runtimes.
         rows = torch.clamp(pos + torch.arange(length, dtype=torch.int32), max=self.context - 1)
-        cos, sin = (torch.index_select(t, 0, rows).reshape(length, 1, -1) for t in (self.cos, self.sin))
+        tables = getattr(self, of + "cos"), getattr(self, of + "sin")
+        cos, sin = (torch.index_select(t, 0, rows).reshape(length, 1, -1) for t in tables)
         return cos, sin
 
-    def lane_rotation(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of each lane's position, each (B, 1, R/2)."""
+    def lane_rotation(self, pos: Tensor, of: str = "") -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of each lane's position, each (B, 1, R/2). of: as in `rotation`."""
         rows = torch.clamp(pos, max=self.context - 1)
-        cos, sin = (torch.index_select(t, 0, rows).reshape(len(pos), 1, -1) for t in (self.cos, self.sin))
+        tables = getattr(self, of + "cos"), getattr(self, of + "sin")
+        cos, sin = (torch.index_select(t, 0, rows).reshape(len(pos), 1, -1) for t in tables)
         return cos, sin
 
     def attention(
@@ -163,11 +191,12 @@ class FlatModule(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         qk_eps: float | None = None,
         gate: str = "none",
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute attention: x (1, T, hidden) -> (1, T, hidden) and the new rows of key and value.
+        window: Window | None = None,
+    ) -> tuple[Tensor, Held, Held]:
+        """Compute attention: x (1, T, hidden) -> (1, T, hidden) and the new rows of key and value, or the new window.
 
         masks: slots and causal. qk_eps: epsilon of the norms of each head's query and key before RoPE; None without
-        them. gate: as in the plan.
+        them. gate: as in the plan. window: masks in place of `masks`, of such a layer.
         """
         shape = (key if isinstance(key, Tensor) else key[0]).shape
         groups, size = int(shape[0]), int(shape[2])  # numbers to a tracer that leaves S open, too
@@ -180,13 +209,59 @@ class FlatModule(nn.Module):
         if rotation is not None:
             q, k = attention.rope(q, *rotation), attention.rope(k, *rotation)
         q = q.reshape(-1, groups, heads // groups, size)  # (T, G, R, D)
-        attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = attention.attention
-        if not isinstance(key, Tensor):
+        attend: Callable[..., tuple[Tensor, Held, Held]] = attention.attention
+        if window is not None:
+            attend, masks = self.window_attention, (window.masks, window.tail)
+        elif not isinstance(key, Tensor):
             attend = ops_open.attention_by_lane if self.open else attention.attention_by_lane
         out, new_key, new_value = attend(q, k, v, key, value, *masks)
         if gate == "values":
             out = out * torch.sigmoid(self.linear(layer, "gate", x))
+        elif gate == "heads":
+            opened = torch.sigmoid(self.linear(layer, "gate", x)).reshape(-1, heads, 1)  # (T, H, 1)
+            out = (out.reshape(-1, heads, size) * opened).reshape(1, -1, heads * size)
         return self.linear(layer, "o", out), new_key, new_value
+
+    def window_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, key: Held, value: Held, masks: Sequence[Tensor], tail: Tensor | None
+    ) -> tuple[Tensor, Held, Held]:
+        """Compute attention over a window. Returns (1, T, G R D) and the new window of key and value, whole.
+
+        Shapes are as in attention.window_attention. masks, tail: of a Window.
+        """
+        if not isinstance(key, Tensor):
+            return self._window_by_lane(q, k, v, key, value, masks)
+        assert isinstance(value, Tensor)
+        if tail is None and not self.open:
+            out, new_key, new_value = attention.attention(q, k, v, key, value, masks[0], None)
+            return out, torch.cat([key[:, 1:], new_key], 1), torch.cat([value[..., 1:], new_value], 2)
+        out, keys, values = attention.window_attention(q, k, v, key, value, masks)
+        if tail is None:
+            return out, keys[:, 1:], values[..., 1:]
+        if self.open:
+            return out, torch.index_select(keys, 1, tail), torch.index_select(values, 2, tail)
+        return out, torch.matmul(tail, keys), torch.matmul(values, tail.transpose(1, 2))
+
+    def _window_by_lane(
+        self, q: Tensor, k: Tensor, v: Tensor, key: Sequence[Tensor], value: Sequence[Tensor], masks: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Compute a token of each of B lanes, q (B, G, R, D), each over its own window, by a step's operations."""
+        if self.open:
+            lanes = [slice(b, b + 1) for b in range(len(key))]
+            made = [
+                attention.window_attention(q[b], k[b], v[b], key[i], value[i], masks[i : i + 1])
+                for i, b in enumerate(lanes)
+            ]
+            outs, keys, values = zip(*made, strict=True)
+            return torch.cat(outs, 1), [t[:, 1:] for t in keys], [t[..., 1:] for t in values]
+        out, new_key, new_value = attention.attention_by_lane(q, k, v, key, value, masks)
+        groups = k.shape[1]
+        new_keys, new_values = new_key.split(groups), new_value.split(groups)  # (G, 1, D), (G, D, 1) each
+        return (
+            out,
+            [torch.cat([old[:, 1:], new], 1) for old, new in zip(key, new_keys, strict=True)],
+            [torch.cat([old[..., 1:], new], 2) for old, new in zip(value, new_values, strict=True)],
+        )
 
     def swiglu(self, layer: int, x: Tensor) -> Tensor:
         """Compute a gated MLP: x (1, T, hidden) -> (1, T, hidden)."""

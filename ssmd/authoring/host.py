@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ssmd.authoring import attention
 from ssmd.authoring.flat import FlatModule
-from ssmd.model.state import State, StateError, StateSpec, of_lane
+from ssmd.model.state import WINDOWS, State, StateError, StateSpec, of_lane
 
 
 def graph_shapes(spec: StateSpec, context: int) -> dict[str, tuple[int, ...]]:
@@ -25,6 +25,9 @@ def graph_shapes(spec: StateSpec, context: int) -> dict[str, tuple[int, ...]]:
             shapes[t.name] = (1, t.shape[1], t.shape[0])  # (1, K-1, C), (1, N, D)
         elif t.kind == "ssm":
             shapes[t.name] = (1, *t.shape)  # (1, H, P, N)
+        elif t.kind in WINDOWS:
+            heads, window, size = t.shape
+            shapes[t.name] = (heads, window, size) if t.kind == "window_key" else (heads, size, window)
         else:
             heads, size = t.shape
             shapes[t.name] = (heads, context, size) if t.kind == "key" else (heads, size, context)
@@ -80,11 +83,8 @@ class Host:
         tensors = {}
         for t in self.module.spec.tensors:
             x = self.states[t.name]
-            if t.recurrent:
-                x = x[0].T if t.channels_first else x[0]
-            else:
-                x = x[:, :n] if t.kind == "key" else x[..., :n].transpose(1, 2)
-            tensors[t.name] = x.numpy().copy()
+            rows = x[:, :n] if t.kind == "key" else x[..., :n].transpose(-2, -1)
+            tensors[t.name] = (t.canonical(x) if t.recurrent else rows).numpy().copy()
         return State(n, 0, tensors)
 
     def restore(self, state: State) -> None:
@@ -97,7 +97,7 @@ class Host:
             array = torch.from_numpy(state.tensors[t.name].astype(np.float32))  # a copy
             held = self.states[t.name].zero_()
             if t.recurrent:
-                held[0] = array.T if t.channels_first else array
+                t.canonical(held)[...] = array
             elif t.kind == "key":
                 held[:, : state.position] = array
             else:

@@ -23,8 +23,9 @@ from ssmd.model.plan import Attention, GatedDeltaNet, Mamba1, Mamba2, Plan, Shor
 class Rows:
     """Tensors that are made once for all layers, such as the one that distinguishes tokens from pads.
 
-    valid: (1, T, 1), if a layer has a recurrence. tails: by the width K of a convolution, (1, K-1, K-1+T), or (K-1,) if
-    T is open. lower: (1, T, T), if T is open and a layer is Mamba-2. delta: those of gated DeltaNet's chunks.
+    valid: (1, T, 1), if a layer has a recurrence. tails: by the width K of a convolution or a window, (1, K-1, K-1+T),
+    or (K-1,) if T is open. lower: (1, T, T), if T is open and a layer is Mamba-2. delta: those of gated DeltaNet's
+    chunks.
     """
 
     valid: Tensor | None
@@ -42,7 +43,8 @@ def rows(module: FlatModule, plan: Plan, n_valid: Tensor | None, length: int) ->
     deltas = any(isinstance(m, GatedDeltaNet) for m in plan.mixers)
     recurrent = chunked or deltas or any(isinstance(m, Mamba1) for m in plan.mixers)
     valid = ops.valid_rows(n_valid, length) if recurrent else None
-    widths = dict.fromkeys(m.width for m in plan.mixers if not isinstance(m, Attention))
+    widths = dict.fromkeys(m.window if isinstance(m, Attention) else m.width for m in plan.mixers)
+    widths.pop(None, None)  # of attention without a window
     tails = {width: module.tail(n_valid, length, width) for width in widths}
     return Rows(valid, tails, lower, _delta_masks(module, length) if deltas else ())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssmd.authoring import attention, mixers
-from ssmd.authoring.flat import FlatModule, Held
+from ssmd.authoring.flat import FlatModule, Held, Window
 from ssmd.authoring.mixers import Rows
 from ssmd.families.registry import Family
 from ssmd.model.plan import Attention, GatedDeltaNet, Mamba1, Mixer, Plan, ShortConv
@@ -21,12 +21,17 @@ from ssmd.model.state import of_lane
 
 @dataclass(frozen=True)
 class _Shared:
-    """The tensors that the layers of one call share. Causal masks: by the query heads that read one key/value head."""
+    """The tensors that the layers of one call share. Causal masks: by the query heads that read one key/value head.
+
+    windows: by window and those heads.
+    """
 
     rows: Rows | None
     rotation: tuple[Tensor, Tensor] | None
     slots: Held | None
     causal: Mapping[int, Tensor]
+    windows: Mapping[tuple[int, int], Window] = field(default_factory=dict)
+    window_rotation: tuple[Tensor, Tensor] | None = None
 
 
 class Model(FlatModule):
@@ -35,7 +40,7 @@ class Model(FlatModule):
     def __init__(
         self, plan: Plan, parameters: Mapping[str, NDArray[np.float32]], context: int, family: str = ""
     ) -> None:
-        super().__init__(parameters, plan.spec("float32"), context, plan.tables(context))
+        super().__init__(parameters, plan.spec("float32"), context, plan.tables(context), plan.window_tables(context))
         self.plan, self.family = plan, family
 
     def forward(
@@ -46,13 +51,15 @@ class Model(FlatModule):
         if plan.embedding_scale != 1.0:
             h = h * plan.embedding_scale
         held: Mapping[str, Held] = states if n_valid is not None else self._by_lane(states, length)
-        shared = self._shared(pos, n_valid, length, held)
+        shared = self._with_windows(self._shared(pos, n_valid, length, held), pos, n_valid, length)
         out: dict[str, Any] = {}
         for i, layer in enumerate(plan.layers):
             if layer.mixers:
                 x = self.normed(i, layer.norms[0], h, plan.eps)
                 mixed = [self._mixed(mixer, i, x, held, out, shared) for mixer in layer.mixers]
-                if len(mixed) == 1:
+                if layer.sandwich:
+                    h = h + self.post_normed(i, "post_norm1", sum(mixed[1:], mixed[0]), plan.eps)
+                elif len(mixed) == 1:
                     (y,) = mixed
                     h = h + y
                 else:
@@ -60,7 +67,11 @@ class Model(FlatModule):
                     h = h + recurred + attended
             if layer.mlp is not None:
                 mlp = self.swiglu if layer.mlp.activation == "swiglu" else self.relu2
-                h = h + mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
+                if layer.sandwich:
+                    made = mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
+                    h = h + self.post_normed(i, "post_norm2", made, plan.eps)
+                else:
+                    h = h + mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
         out["logits"] = self.logits(h, n_valid, plan.eps)
         return out if n_valid is not None else _with_lanes(out)
 
@@ -75,7 +86,8 @@ class Model(FlatModule):
         rotation = None
         if self.plan.rotated:
             rotation = self.lane_rotation(pos) if n_valid is None else self.rotation(pos, length)
-        each = dict.fromkeys(m.heads // m.kv_heads for m in self.plan.mixers if isinstance(m, Attention))
+        full = [m for m in self.plan.mixers if isinstance(m, Attention) and m.window is None]
+        each = dict.fromkeys(m.heads // m.kv_heads for m in full)
         slots = states.get("slots")  # a host that gives it says which slots of the caches count
         if n_valid is None:
             if each and slots is None:
@@ -84,6 +96,30 @@ class Model(FlatModule):
         if each and slots is None:
             slots = attention.slot_mask(pos, self.capacity(states))
         return _Shared(rows, rotation, slots, {n: attention.causal_mask(length, n) for n in each})
+
+    def _with_windows(self, shared: _Shared, pos: Tensor, n_valid: Tensor | None, length: int) -> _Shared:
+        """Add the tensors that the layers with a window share."""
+        windows: dict[tuple[int, int], Window] = {}
+        for m in self.plan.mixers:
+            if not isinstance(m, Attention) or m.window is None or (m.window, m.heads // m.kv_heads) in windows:
+                continue
+            each, kept, one = m.heads // m.kv_heads, m.window - 1, int(self.open)
+            if n_valid is None:
+                made = Window([attention.window_slots(pos[b : b + 1], kept, one) for b in range(length)], None)
+            elif shared.rows is None:
+                made = Window([attention.window_slots(pos, kept, one)], None)
+            else:
+                made = Window(attention.window_masks(pos, kept, length, each), shared.rows.tails[m.window])
+            windows[m.window, each] = made
+        if not windows:
+            return shared
+        rotation = shared.rotation
+        if self.plan.window_rope is not None:
+            rotation = None
+            if self.plan.window_rotated:
+                own = "window_"
+                rotation = self.lane_rotation(pos, own) if n_valid is None else self.rotation(pos, length, own)
+        return replace(shared, windows=windows, window_rotation=rotation)
 
     def _mixed(
         self,
@@ -96,7 +132,12 @@ class Model(FlatModule):
     ) -> Tensor:
         """Compute mixer `m` of layer `i`, x (1, T, hidden) -> (1, T, hidden), and put its new states in `out`."""
         conv, ssm, key, value = (f"{kind}_{i}" for kind in ("conv", "ssm", "key", "value"))
-        if isinstance(m, Attention):
+        if isinstance(m, Attention) and m.window is not None:
+            key, value, window = f"window_{key}", f"window_{value}", shared.windows[m.window, m.heads // m.kv_heads]
+            rotation, none = shared.window_rotation, (None, None)
+            made = self.attention(i, x, states[key], states[value], none, rotation, m.qk_eps, m.gate, window)
+            y, out[key], out[value] = made
+        elif isinstance(m, Attention):
             masks = shared.slots, shared.causal.get(m.heads // m.kv_heads)
             made = self.attention(i, x, states[key], states[value], masks, shared.rotation, m.qk_eps, m.gate)
             y, out[key], out[value] = made

@@ -131,21 +131,23 @@ def bindings(config: Config) -> dict[str, Binding]:
             "gate_up": stacked(*(tensor(f"{ff}{n}.weight", c.intermediate, c.hidden) for n in ("w1", "w3"))),
             "down": tensor(ff + "w2.weight", c.hidden, c.intermediate),
         }
-        layer |= _conv(c, source + "conv.") if kind == "conv" else _attention(c, source + "self_attn.")
+        own = short_conv(c.conv, c.hidden, source + "conv.") if kind == "conv" else _attention(c, source + "self_attn.")
+        layer |= own
         made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
     return made
 
 
-def _conv(c: Config, source: str) -> dict[str, Binding]:
+def short_conv(m: ShortConv, hidden: int, source: str) -> dict[str, Binding]:
+    """Bind a short convolution to the tensors `source`{in_proj,out_proj,conv}."""
     made = {
-        "in": tensor(source + "in_proj.weight", 3 * c.hidden, c.hidden),
-        "out": tensor(source + "out_proj.weight", c.hidden, c.hidden),
-        "conv": mapped(lambda w: w.transpose(2, 1, 0), tensor(source + "conv.weight", c.hidden, 1, c.conv.width)),
+        "in": tensor(source + "in_proj.weight", 3 * hidden, hidden),
+        "out": tensor(source + "out_proj.weight", hidden, hidden),
+        "conv": mapped(lambda w: w.transpose(2, 1, 0), tensor(source + "conv.weight", hidden, 1, m.width)),
     }
-    if c.conv.bias:
-        made["in_bias"] = tensor(source + "in_proj.bias", 3 * c.hidden)
-        made["out_bias"] = tensor(source + "out_proj.bias", c.hidden)
-        made["conv_bias"] = tensor(source + "conv.bias", c.hidden)
+    if m.bias:
+        made["in_bias"] = tensor(source + "in_proj.bias", 3 * hidden)
+        made["out_bias"] = tensor(source + "out_proj.bias", hidden)
+        made["conv_bias"] = tensor(source + "conv.bias", hidden)
     return made
 
 

@@ -59,6 +59,7 @@ NEUTRAL: dict[str, frozenset[str]] = {
         "vision_start_token_id"
     ),
     "qwen3_5_text": EVERYWHERE | _QWEN3_5 | {"full_attention_interval"},  # beside layer_types
+    "lfm3": EVERYWHERE,
 }
 # Fields that transformers' code for all models reads. With another value they make a model that is not supported here.
 ONLY: dict[str, Any] = {

@@ -25,12 +25,12 @@ BLOCK = 32
 SUFFIX = "_offset"  # of the parameter C of a weight
 _MULTIPLIED = {
     "q",
-    "gate",
     "k",
     "v",
     "o",
     "in",
     "out",
+    "gate",
     "gate_up",
     "up",
     "down",

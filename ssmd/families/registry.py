@@ -16,6 +16,7 @@ from ssmd.families import (
     falcon_mamba,
     granitemoehybrid,
     lfm2,
+    lfm3,
     llama,
     mamba,
     mamba2,
@@ -29,6 +30,7 @@ from ssmd.families.neutral import NEUTRAL, check
 from ssmd.families.weights import Binding, given
 from ssmd.model.formats import unread
 from ssmd.model.plan import Plan, first_problem
+from ssmd.model.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Family:
             plan = self.describe(config)
             plan.spec("float32")  # which MLPs alone do not make
             with np.errstate(all="ignore"):
-                tables = plan.tables(2) or ()
+                tables = (*(plan.tables(2) or ()), *(plan.window_tables(2) or ()))
             if not all(np.isfinite(table).all() for table in tables):
                 raise FamilyError("config.json: the numbers of RoPE are too large or too small to compute with")
         return plan
@@ -82,16 +84,22 @@ class Family:
     def tables(self, config: Any, context: int) -> dict[str, Binding]:
         """Return bindings of the tables that a graph for `context` tokens holds beside its parameters.
 
-        With RoPE these are `rope_cos` and `rope_sin`, (context, R/2); without it there are none.
+        With RoPE these are `rope_cos` and `rope_sin`, (context, R/2). If the layers with a window have tables of their
+        own, these are `window_rope_cos` and `window_rope_sin`.
         """
         plan = self.plan(config)
-        if plan.rope is None or not plan.rotated:
-            return {}
-        rope, rotated = plan.rope, plan.rotated
-        return {
-            "rope_cos": given(lambda: rope.tables(rotated, context)[0]),
-            "rope_sin": given(lambda: rope.tables(rotated, context)[1]),
-        }
+        made: dict[str, Binding] = {}
+        for of, rope, rotated in (("", plan.rope, plan.rotated), ("window_", plan.window_rope, plan.window_rotated)):
+            if rope is not None and rotated:
+                made |= _tables(of, rope, rotated, context)
+        return made
+
+
+def _tables(of: str, rope: Rope, rotated: int, context: int) -> dict[str, Binding]:
+    return {
+        f"{of}rope_cos": given(lambda: rope.tables(rotated, context)[0]),
+        f"{of}rope_sin": given(lambda: rope.tables(rotated, context)[1]),
+    }
 
 
 @contextmanager
@@ -136,6 +144,7 @@ FAMILIES = {
             qwen3_5_text.bindings,
             left_out=QWEN3_5_LEFT_OUT,
         ),
+        Family("lfm3", lfm3.Config.parse, lfm3.plan, lfm3.bindings),
     )
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ssmd.families.fields import FamilyError, Fields, divides
-from ssmd.model.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
+from ssmd.model.rope import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, Scaling, YarnScaling
 
 
 def rope_of(
@@ -44,6 +44,35 @@ def rope_of(
     place = fields if fields.get("original_max_position_embeddings") is not None else inner
     original = place.size("original_max_position_embeddings", max_position) if kind != "linear" else 0
     return Rope(theta, SCALINGS[kind](name, inner, original, max_position)), rotated
+
+
+def rope_by_layer_type(
+    fields: Fields, kind: str, head_dim: int, max_position: int, defaults: Mapping[str, Any], theta: float
+) -> Rope:
+    """Read the RoPE of the layers of one type, which is one object of `rope_parameters`. It rotates whole heads.
+
+    kind: of layers, as in `layer_types`. defaults: the family's objects by kind, for a config without any. theta: the
+    family's default. Raises FamilyError naming the field.
+    """
+    divides(2, head_dim, "2", "head_dim")
+    fields.only("partial_rotary_factor", 1.0, 1.0)
+    name, tables = _table(fields, {})
+    table = (tables or defaults).get(kind)
+    if not isinstance(table, dict):
+        raise FamilyError(f"config.json: {name}.{kind} is {table!r}, expected an object: these layers have rotations")
+    inner = Fields(table)
+    if (inner.get("rope_type") or inner.get("type")) != "proportional":
+        beside = {"rope_theta": fields.get("rope_theta"), "rope_parameters": table}
+        try:
+            return rope_of(Fields(beside), head_dim, max_position, theta)[0]
+        except FamilyError as err:
+            raise FamilyError(f"config.json: of {kind}: {str(err).removeprefix('config.json: ')}") from err
+    theta = (inner if inner.get("rope_theta") is not None else fields).number("rope_theta", theta)
+    share = inner.number("partial_rotary_factor", 1.0)
+    pairs = int(share * head_dim // 2)
+    if not 0 < pairs <= head_dim // 2:
+        raise FamilyError(f"config.json: {name}.{kind}.partial_rotary_factor is {share}, expected at most 1")
+    return Rope(theta, ProportionalScaling(pairs, inner.number("factor", 1.0)))
 
 
 def _table(fields: Fields, defaults: Mapping[str, float]) -> tuple[str, Mapping[str, Any]]:

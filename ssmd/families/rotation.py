@@ -12,6 +12,9 @@ computed by
     W' = W R                       out and down once more, on the other side: their input is multiplied by H_b in
                                    the graph (`spread_out`, `spread_down`), 64 products for each channel
 
+Where the outputs of o, out and down are normed before they are added (sandwich norms), a weight of that norm stands
+between W and R. These writers stay as they are on this side, and the graph rotates what is normed (`spread_post`).
+
 A tied head reads with the embedding's matrix. So the graph undoes the rotation (`spread_norm`), applies the last norm,
 which stays, and rotates again. Only sums and differences are used, always in one order: the bits are the same anywhere.
 """
@@ -29,6 +32,7 @@ _MIXERS, _MLPS = ("q", "gate", "k", "v", "in", "ba"), ("gate_up", "up")
 READERS = {"norm1": _MIXERS, "norm2": _MLPS, "norm": _MIXERS + _MLPS}  # by the norm they read through
 WRITERS = ("o", "out", "down")
 SPREAD = ("out", "down")
+POST_NORMS = {"o": "post_norm1", "out": "post_norm1", "down": "post_norm2"}  # by the writer whose output they norm
 _ELEMENTS = 48 << 10  # rotated at a time, so that they stay in the processor's cache
 
 
@@ -89,12 +93,17 @@ def rotated(bindings: Mapping[str, Binding]) -> dict[str, Binding]:
             for reader in (f"{layer}_{r}" for r in READERS[name]):
                 if reader in made:
                     made[reader] = _through(norm, made[reader])
-        elif name in SPREAD:
-            made[key] = mapped(lambda weight: _added(turned(weight)), made[key])
+            continue
+        writer = name.removesuffix("_bias")
+        normed = f"{layer}_{POST_NORMS.get(writer)}" in bindings
+        if normed:
+            made.setdefault("spread_post", _matrix(bindings["norm"]))
+        if name in SPREAD:
+            made[key] = mapped(turned if normed else lambda weight: _added(turned(weight)), made[key])
             made.setdefault(f"spread_{name}", _matrix(bindings[key]))
-        elif name in WRITERS:
+        elif name in WRITERS and not normed:
             made[key] = mapped(_added, made[key])
-        elif name.removesuffix("_bias") in WRITERS:
+        elif name != writer in WRITERS and not normed:
             made[key] = mapped(turned, made[key])
     if "head" in made:
         made["head"] = _through(made.pop("norm"), made["head"])

@@ -8,8 +8,9 @@ Parameters are embedding, norm, head unless tied, and for each layer i `layer{i}
     A, D, dt_bias             Mamba-1: (N, C), (C,), (C,); Mamba-2: (H,); gated DeltaNet: (H,), no D
     ba                        gated DeltaNet: (2 H, hidden), the rows of b, then of a; float32 in every quantization
     gated_norm                (inner,); gated DeltaNet: (V,), the same in every head
+    post_norm1, post_norm2    (hidden,): norms of the mixers' and the MLP's output, in a layer with sandwich norms
     q, k, v, o                ((H or G) D, hidden), (hidden, H D), with *_bias; q_norm, k_norm (D,)
-    gate                      (H D, hidden), with gate_bias, where attention's output has a gate
+    gate                      (H D, hidden), with gate_bias, where attention's output has a gate; (H, hidden), of heads
     gate_up, down             (2 I, hidden), (hidden, I), with *_bias; gate's rows come first; without a gate
     up, down                  (I, hidden), (hidden, I), with *_bias
 
@@ -45,6 +46,8 @@ Width = Annotated[int, Field(ge=2, le=1 << 10, strict=True)]
 Eps = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Shape = tuple[int, ...]
+# Fields that came after plans were stored, with their defaults.
+LATER: dict[str, Any] = {"gate": "none", "window": None, "sandwich": False, "window_rope": None}
 
 
 class PlanError(ValueError):
@@ -53,6 +56,12 @@ class PlanError(ValueError):
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out later fields that have their defaults: a plan without them has the bytes that it always had."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name not in LATER or value != LATER[name]}
 
 
 class Mamba1(_Part):
@@ -240,7 +249,9 @@ class Attention(_Part):
 
     qk_eps: epsilon of the norms of queries and keys. rotated: number of first values of a head that take RoPE. Scores
     are plain products of q and k: their scale, 1/sqrt(D) in most families, is a factor in q or in q_norm. gate:
-    "values" multiplies each value of the output, before o, by the sigmoid of its own row of `gate`.
+    "values" multiplies each value of the output, before o, by the sigmoid of its own row of `gate`, "heads" each head's
+    output by that of its own row. window: number of last positions that a token sees, its own among them; None if it
+    sees all. The state then keeps window - 1 rows.
     """
 
     kind: Literal["attention"] = "attention"
@@ -250,13 +261,8 @@ class Attention(_Part):
     bias: bool
     qk_eps: Eps | None
     rotated: Annotated[int, Field(ge=0, strict=True)]
-    gate: Literal["none", "values"] = "none"
-
-    @model_serializer(mode="wrap")
-    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `gate` where there is none: plans written before it have the same bytes."""
-        fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if (name, value) != ("gate", "none")}
+    gate: Literal["none", "values", "heads"] = "none"
+    window: Annotated[int, Field(ge=2, le=1 << 20, strict=True)] | None = None
 
     @model_validator(mode="after")
     def _divides(self) -> Attention:
@@ -272,7 +278,12 @@ class Attention(_Part):
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def state(self, layer: int, dtype: str) -> Iterator[TensorSpec]:
-        """Name key and value of `layer`, which are of `dtype`."""
+        """Name key and value of `layer`, which are of `dtype`; or those of its window, always float32."""
+        if self.window is not None:
+            whole = (self.kv_heads, self.window - 1, self.head_dim)
+            yield TensorSpec(f"window_key_{layer}", "window_key", layer, whole)
+            yield TensorSpec(f"window_value_{layer}", "window_value", layer, whole)
+            return
         shape = (self.kv_heads, self.head_dim)
         yield TensorSpec(f"key_{layer}", "key", layer, shape, dtype)
         yield TensorSpec(f"value_{layer}", "value", layer, shape, dtype)
@@ -291,6 +302,8 @@ class Attention(_Part):
             yield "gate", (queries, hidden)
             if self.bias:
                 yield "gate_bias", (queries,)
+        if self.gate == "heads":
+            yield "gate", (self.heads, hidden)
         if self.qk_eps is not None:
             yield from ((name, (self.head_dim,)) for name in ("q_norm", "k_norm"))
 
@@ -324,15 +337,21 @@ Mixer = Annotated[Mamba1 | Mamba2 | GatedDeltaNet | ShortConv | Attention, Field
 
 
 class Layer(_Part):
-    """A layer. Its mixers read the same normed input side by side. An MLP follows them, or is a layer alone."""
+    """A layer. Its mixers read the same normed input side by side. An MLP follows them, or is a layer alone.
+
+    sandwich: the outputs of the mixers together and of the MLP are normed, too, before they are added.
+    """
 
     mixers: Annotated[tuple[Mixer, ...], Field(max_length=2)]
     mlp: Mlp | None
+    sandwich: bool = False
 
     @model_validator(mode="after")
     def _has_a_part(self) -> Layer:
         if not self.mixers and self.mlp is None:
             raise ValueError("a layer has neither a mixer nor an MLP")
+        if self.sandwich and (not self.mixers or self.mlp is None):
+            raise ValueError("a layer with sandwich norms has mixers and an MLP")
         return self
 
     @property
@@ -340,11 +359,17 @@ class Layer(_Part):
         """The norms that the layer has, in order: the mixers' and the MLP's."""
         return ("norm1", "norm2") if self.mixers and self.mlp is not None else ("norm",)
 
+    @property
+    def post_norms(self) -> tuple[str, ...]:
+        """The norms of what the mixers and the MLP put out, in order."""
+        return ("post_norm1", "post_norm2") if self.sandwich else ()
+
 
 class Plan(_Part):
     """A whole model. embedding_scale: factor on the embedding's rows.
 
-    rope: makes the tables if a layer rotates its keys; None if they are in a file instead.
+    rope: makes the tables if a layer rotates its keys; None if they are in a file instead. window_rope: makes those of
+    the layers with a window, if they have tables of their own.
     """
 
     format: Literal[1] = 1
@@ -354,13 +379,18 @@ class Plan(_Part):
     embedding_scale: Number
     tied: bool
     rope: Rope | None = None
+    window_rope: Rope | None = None
     layers: Annotated[tuple[Layer, ...], Field(min_length=1, max_length=1024)]
 
     @model_validator(mode="after")
     def _rotates_alike(self) -> Self:
-        rotations = {m.rotated for m in self.mixers if isinstance(m, Attention)}
-        if len(rotations) > 1:
-            raise ValueError(f"layers rotate different numbers of values, {sorted(rotations)}")
+        all_of_them = [m for m in self.mixers if isinstance(m, Attention)]
+        groups: list[list[Attention]] = [all_of_them]
+        if self.window_rope is not None:
+            groups = [[m for m in all_of_them if (m.window is None) is full] for full in (True, False)]
+        for rotations in ({m.rotated for m in group} for group in groups):
+            if len(rotations) > 1:
+                raise ValueError(f"layers rotate different numbers of values, {sorted(rotations)}")
         return self
 
     @property
@@ -370,8 +400,17 @@ class Plan(_Part):
 
     @property
     def rotated(self) -> int:
-        """The number of values of a head that RoPE rotates; 0 if no layer has it."""
-        return max((m.rotated for m in self.mixers if isinstance(m, Attention)), default=0)
+        """The number of values of a head that RoPE rotates by the tables of `rope`; 0 if no layer has it."""
+        own = self.window_rope is not None
+        found = (m.rotated for m in self.mixers if isinstance(m, Attention) and (m.window is None or not own))
+        return max(found, default=0)
+
+    @property
+    def window_rotated(self) -> int:
+        """The number of values of a head that RoPE rotates by the tables of `window_rope`; 0 without them."""
+        if self.window_rope is None:
+            return 0
+        return max((m.rotated for m in self.mixers if isinstance(m, Attention) and m.window is not None), default=0)
 
     def spec(self, dtype: str) -> StateSpec:
         """Return the spec of the model's state, with keys and values of `dtype`."""
@@ -385,7 +424,7 @@ class Plan(_Part):
         if not self.tied:
             made["head"] = (self.vocabulary, self.hidden)
         for i, layer in enumerate(self.layers):
-            made |= dict.fromkeys((f"layer{i}_{name}" for name in layer.norms), (self.hidden,))
+            made |= dict.fromkeys((f"layer{i}_{name}" for name in (*layer.norms, *layer.post_norms)), (self.hidden,))
             for part in (*layer.mixers, *([layer.mlp] if layer.mlp else [])):
                 made |= {f"layer{i}_{name}": shape for name, shape in part.parameters(self.hidden)}
         return made
@@ -393,6 +432,11 @@ class Plan(_Part):
     def tables(self, context: int) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
         """Compute RoPE's cosines and sines of the first `context` positions, each (S, R/2); None without RoPE."""
         return None if self.rope is None or not self.rotated else self.rope.tables(self.rotated, context)
+
+    def window_tables(self, context: int) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
+        """Compute as `tables` those of the layers with a window; None if they have none of their own."""
+        rope, rotated = self.window_rope, self.window_rotated
+        return None if rope is None or not rotated else rope.tables(rotated, context)
 
     @classmethod
     def open(cls, file: Path) -> Self:

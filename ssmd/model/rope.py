@@ -99,7 +99,27 @@ class YarnScaling:
         return made
 
 
-Scaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="kind")]
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Rotation of the first `pairs` pairs only, at wavelengths divided over all of them, longer by `factor`.
+
+    As in transformers' `_compute_proportional_rope_parameters`. The other pairs are tables of ones and zeros.
+    """
+
+    pairs: int
+    factor: float = 1.0
+    kind: Literal["proportional"] = "proportional"
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "pairs", "factor")
+
+    def frequencies(self, periods: Pairs, theta: float) -> Pairs:
+        """Compute the radians per token. Without scaling they would be 1 / periods."""
+        turning = np.arange(len(periods)) < self.pairs
+        return np.where(turning, 1 / periods, np.float32(0)).astype(np.float32) / np.float32(self.factor)
+
+
+Scaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ Canonical form (docs/state-layout.md): little-endian, per layer, no batch axis.
     ssm    [H, P, N]  (Mamba-1: [D, N]; gated DeltaNet: [H, V, K])
     key    [kv_heads, n, head_dim]  n = rows; after RoPE where the family has it
     value  [kv_heads, n, head_dim]
+    window_key    [kv_heads, w, head_dim]  the rows of the last w positions, oldest -> newest; zeros before position 0
+    window_value  [kv_heads, w, head_dim]
 """
 
 from __future__ import annotations
@@ -20,9 +22,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Kind = Literal["conv", "ssm", "key", "value"]
-KINDS: tuple[Kind, ...] = ("conv", "ssm", "key", "value")
-AXES: dict[Kind, tuple[int, ...]] = {"conv": (2,), "ssm": (2, 3), "key": (2,), "value": (2,)}  # how many can be
+Kind = Literal["conv", "ssm", "key", "value", "window_key", "window_value"]
+KINDS: tuple[Kind, ...] = ("conv", "ssm", "key", "value", "window_key", "window_value")
+WINDOWS: tuple[Kind, ...] = ("window_key", "window_value")
+AXES: dict[Kind, tuple[int, ...]] = {  # how many can be
+    "conv": (2,),
+    "ssm": (2, 3),
+    "key": (2,),
+    "value": (2,),
+    "window_key": (3,),
+    "window_value": (3,),
+}
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 FLOAT16_MAX = 65504.0
 LAYOUT_VERSION = 1
@@ -34,7 +44,10 @@ class StateError(ValueError):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One state tensor. shape: canonical, without the token axis of key and value: (kv_heads, head_dim)."""
+    """One state tensor. shape: canonical, without the token axis of key and value: (kv_heads, head_dim).
+
+    Raises StateError, which names an unknown kind.
+    """
 
     name: str
     kind: Kind
@@ -44,7 +57,10 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise StateError(f"state tensor {self.name!r}: unknown kind {self.kind!r}, expected one of {KINDS}")
+            raise StateError(
+                f"state tensor {self.name!r} is of kind {self.kind!r}, which this version of ssmd does not know; it "
+                f"knows {', '.join(KINDS)}. Update ssmd, or take the conversation without states"
+            )
         if self.dtype not in DTYPES:
             raise StateError(f"state tensor {self.name!r}: dtype {self.dtype!r}, expected one of {sorted(DTYPES)}")
         if len(self.shape) not in AXES[self.kind] or any(d < 1 for d in self.shape):
@@ -52,8 +68,11 @@ class TensorSpec:
 
     @property
     def recurrent(self) -> bool:
-        """True for tensors of fixed size (conv, ssm); False for those that grow by a row a token (key, value)."""
-        return self.kind in ("conv", "ssm")
+        """True for tensors of fixed size (conv, ssm, windows), which are stored whole and cannot be cut back.
+
+        False for those that grow by a row a token (key, value).
+        """
+        return self.kind not in ("key", "value")
 
     @property
     def channels_first(self) -> bool:
@@ -62,6 +81,15 @@ class TensorSpec:
         Graphs hold these transposed, channels last, so that operations over all channels run along memory.
         """
         return self.recurrent and len(self.shape) == 2
+
+    def canonical(self, held: Any) -> Any:
+        """View a recurrent tensor of a graph in canonical form; what is assigned to the view changes the tensor.
+
+        held: an array of a graph's shape (ssmd/authoring/flat.py): a window (G, W, D) or (G, D, W), others (1, ...).
+        """
+        if self.kind in WINDOWS:
+            return held if self.kind == "window_key" else held.swapaxes(1, 2)
+        return held[0].T if self.channels_first else held[0]
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:

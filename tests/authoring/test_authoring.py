@@ -306,7 +306,7 @@ def test_time_step_limit(tmp_path: Path, variant: str) -> None:
 
 
 def test_buckets_that_do_not_divide_into_chunks_are_refused(pair: Pair) -> None:
-    if any(len(t.shape) == 3 for t in pair.module.spec.recurrent):  # chunks of SSD and of the delta rule
+    if any(t.kind == "ssm" and len(t.shape) == 3 for t in pair.module.spec.tensors):  # chunks of SSD, the delta rule
         with pytest.raises(ValueError, match="bucket of 100 tokens"):
             Host(pair.module).feed(pair.ids[:70], 100)
 
@@ -331,7 +331,7 @@ def test_the_naive_form_gives_the_same(pair: Pair) -> None:
 
 def test_parameters_are_exactly_the_bindings(pair: Pair) -> None:
     assert all(not name.endswith((".weight", ".bias")) for name, _ in pair.module.named_parameters())
-    assert {name for name, _ in pair.module.named_buffers()} <= {"cos", "sin"}
+    assert {name for name, _ in pair.module.named_buffers()} <= {"cos", "sin", "window_cos", "window_sin"}
 
 
 def test_graph_inputs_have_the_shapes_that_runtimes_expect(pair: Pair) -> None:
@@ -344,6 +344,8 @@ def test_graph_inputs_have_the_shapes_that_runtimes_expect(pair: Pair) -> None:
             "ssm": (1, *t.shape) if len(t.shape) == 3 else (1, second, first),
             "key": (first, CONTEXT, second),
             "value": (first, second, CONTEXT),
+            "window_key": t.shape,
+            "window_value": (first, t.shape[-1], second),
         }
         assert shapes[t.name] == expected[t.kind]
 
@@ -456,6 +458,26 @@ def test_attention(length: int, position: int) -> None:
     torch.testing.assert_close(found, attention.attention_ref(q, k, v, key, value, position), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(new_key, k.transpose(0, 1))
     torch.testing.assert_close(new_value, v.permute(1, 2, 0))
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 150])
+@pytest.mark.parametrize("window", [1, 9, 64, 70, 200])
+@pytest.mark.parametrize("position", [0, 7, 300])
+def test_attention_in_a_window(length: int, window: int, position: int) -> None:
+    """Windows shorter and longer than a block, a prompt and what was fed; rows before position 0 hold anything."""
+    groups, each, size = 2, 3, 8
+    q, k, v = rand(length, groups, each, size), rand(length, groups, size), rand(length, groups, size, seed=1)
+    key, value, pos = rand(groups, window, size), rand(groups, size, window), torch.tensor([position])
+    masks = attention.window_masks(pos, window, length, each)
+    assert [mask.shape[1] for mask in masks] == [each * len(part) for part in q.split(attention.QUERY_BLOCK)]
+    found, keys, values = attention.window_attention(q, k, v, key, value, masks)
+    expected = attention.window_attention_ref(q, k, v, key, value, position)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(keys, torch.cat([key, k.transpose(0, 1)], 1))
+    torch.testing.assert_close(values, torch.cat([value, v.permute(1, 2, 0)], 2))
+    if length == 1:  # the form of a step
+        one = attention.attention(q, k, v, key, value, attention.window_slots(pos, window, 0), None)[0]
+        torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rope() -> None:

@@ -167,15 +167,66 @@ def swapped(recurrence: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, *rest: Any
     return recurrence(x, dt, a, c, b, *rest)
 
 
+def planned(what: str, **fields: Any) -> Mutation:
+    """Another plan: `what` is "window" for the attention within windows, or "plan"."""
+
+    def mutate(module: FlatModule, _: pytest.MonkeyPatch) -> None:
+        assert isinstance(module, Model)
+        if what == "plan":
+            module.plan = module.plan.model_copy(update=fields)
+            return
+        layers = []
+        for layer in module.plan.layers:
+            mixers = (m.model_copy(update=fields) if getattr(m, "window", None) else m for m in layer.mixers)
+            layers.append(layer.model_copy(update={"mixers": tuple(mixers)}))
+        assert tuple(layers) != module.plan.layers
+        module.plan = module.plan.model_copy(update={"layers": tuple(layers)})
+
+    return mutate
+
+
+def tables_swapped(module: FlatModule, _: pytest.MonkeyPatch) -> None:
+    for name in ("cos", "sin"):
+        own, others = getattr(module, name), getattr(module, f"window_{name}")
+        setattr(module, name, others)
+        setattr(module, f"window_{name}", own)
+
+
+def kept_above(band: Any, length: int, rows: int, each: int) -> Any:
+    """The mask of a window without its lower part."""
+    return torch.where(_is_later(length, rows, each), band(length, rows, each), 0.0)
+
+
+def kept_below(band: Any, length: int, rows: int, each: int) -> Any:
+    """The mask of a window without its upper part."""
+    return torch.where(_is_later(length, rows, each), 0.0, band(length, rows, each))
+
+
+def shortened(band: Any, length: int, rows: int, each: int) -> Any:
+    """The mask of a window that lacks its oldest row."""
+    return torch.minimum(band(length, rows, each), band(length, rows, each).roll(1, -1))
+
+
+def _is_later(length: int, rows: int, each: int) -> torch.Tensor:
+    own = torch.arange(length).repeat_interleave(each).reshape(1, -1, 1) + rows
+    return torch.arange(rows + length).reshape(1, 1, -1) > own
+
+
+def untold(slots: Any, pos: Any, rows: int, length: int) -> Any:
+    """Rows before position 0, which are zeros, are seen."""
+    return slots(pos, rows, length) * 0
+
+
 SSD = wrapped("ssd_chunked", "ssd_step")
 # The variants that stand for the families: each has every part of its family, where not another is named.
 MIXERS = ("granite-rope", "mamba2-odd", "bamba-last", "falcon-h1-biases", "nemotron-h-biases")
 SCANS = ("mamba-biases", "falcon-mamba")
 RECURRENT = (*MIXERS, *SCANS)
-CONVS = (*RECURRENT, "lfm2-first")
+CONVS = (*RECURRENT, "lfm2-first", "lfm3-odd")
 ALONE = ("nemotron-h", "nemotron-h-biases")  # each part a layer of its own
 SCALED = ("llama", "granite-rope", "bamba-last", "falcon-h1-biases")  # in the queries
-NORMED = ("qwen3", "lfm2-first")  # queries and keys
+NORMED = ("qwen3", "lfm2-first", "lfm3")  # queries and keys
+WINDOWED = ("lfm3", "lfm3-wide")
 ATTENTION = (*SCALED, *NORMED)
 BIASED = (
     "granite-biases",
@@ -232,6 +283,19 @@ MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
         wrapped("causal_mask", place=attention)(lambda mask, *args: mask(*args) * 0),
         (*ATTENTION, *ALONE),
     ),
+    "rows that left the window seen": (wrapped("_band", place=attention)(kept_above), ("lfm3",)),
+    "rows after the token seen": (wrapped("_band", place=attention)(kept_below), WINDOWED),
+    "window a row too short": (wrapped("_band", place=attention)(shortened), ("lfm3",)),
+    "rows before position 0 seen": (wrapped("window_slots", place=attention)(untold), ("lfm3-wide",)),
+    "window's rows a token late": (wrapped("tail_rows")(lambda rows, *args: rows(*args).roll(-1, -1)), ("lfm3",)),
+    "tables of RoPE swapped": (tables_swapped, ("lfm3",)),
+    "one table of RoPE for all layers": (planned("plan", window_rope=None), ("lfm3",)),
+    "gates of heads forgotten": (planned("window", gate="none"), WINDOWED),
+    "gates of heads in another order": (changed("gate", lambda w: w.roll(1, 0)), WINDOWED),
+    "norm of the mixer's output forgotten": (unnormed("post_norm1"), ("lfm3",)),
+    "norm of the mixer's output without weight": (unweighted("post_norm1"), ("lfm3",)),
+    "norm of the MLP's output forgotten": (unnormed("post_norm2"), ("lfm3",)),
+    "norm of the MLP's output without weight": (unweighted("post_norm2"), ("lfm3",)),
     "RoPE forgotten": (wrapped("rope", place=attention)(lambda _, x, cos, sin: x), ATTENTION),
     "RoPE the wrong way round": (
         wrapped("rope", place=attention)(lambda rope, x, cos, sin: rope(x, cos, -sin)),

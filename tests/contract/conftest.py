@@ -31,6 +31,7 @@ RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu,wgpu,co
 CASES = [
     *(Case(r, f, "f32") for r in ("litert", "openvino", "wgpu") for f in ("granite", "mamba")),
     *(Case(r, "granite", "int8") for r in ("litert", "openvino")),
+    *(Case(r, "lfm3", "f32") for r in ("litert", "openvino")),
     Case("npu", "granite", "f16"),
     Case(
         "coreml", "granite", "f16"

@@ -17,6 +17,7 @@ from ssmd.families import (
     falcon_mamba,
     granitemoehybrid,
     lfm2,
+    lfm3,
     llama,
     mamba,
     mamba2,
@@ -25,11 +26,14 @@ from ssmd.families import (
 )
 from ssmd.families.fields import FamilyError
 from ssmd.families.registry import FAMILIES, family_of
+from ssmd.model.plan import LATER, Plan
+from ssmd.model.rope import ProportionalScaling, Rope
 from ssmd.model.source import Source, SourceError
 
 LLAMA = {"model_type": "llama", "vocab_size": 384, **tiny.LLAMA}
 QWEN3 = {"model_type": "qwen3", "vocab_size": 384, **tiny.QWEN3}
 MAMBA = {"model_type": "mamba", "vocab_size": 384, **tiny.MAMBA}
+LFM3 = {"model_type": "lfm3", "vocab_size": 384, **tiny.LFM3}
 LFM2 = {"model_type": "lfm2", "vocab_size": 384, **tiny.LFM2}
 MAMBA2 = {"model_type": "mamba2", "vocab_size": 384, **tiny.MAMBA2}
 BAMBA = {"model_type": "bamba", "vocab_size": 384, **tiny.BAMBA}
@@ -193,6 +197,67 @@ def test_lfm2_in_the_older_spelling() -> None:
     assert (c.intermediate, c.tied, c.rope.theta, c.conv.width) == (4608, True, 1e6, 3)
     assert [i for i, kind in enumerate(c.layers) if kind == "attention"] == old["full_attn_idxs"]
     assert not lfm2.Config.parse({**old, "tie_embedding": False}).tied
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_types": ["conv"]}, "num_hidden_layers = 5"),
+        (
+            {"layer_types": [*["conv"] * 4, "mamba"]},
+            "layer_types has 'mamba'; supported: conv, full_attention, sliding",
+        ),
+        ({"sliding_window": None}, "sliding_window is None, expected at least 2"),
+        ({"sliding_window": 1}, "sliding_window is 1, expected at least 2"),
+        ({"sliding_window": 24.0}, "sliding_window is 24.0"),
+        ({"conv_L_cache": 1}, "conv_L_cache is 1"),
+        ({"num_key_value_heads": None}, "num_key_value_heads is missing"),
+        ({"head_dim": 15}, "head_dim = 15"),
+        ({"use_attention_gate": 1}, "use_attention_gate is 1"),
+        ({"use_sandwich_norm": "no"}, "use_sandwich_norm is 'no'"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "rope_parameters.full_attention is None, expected an object"),
+        ({"rope_parameters": {"full_attention": 5, "sliding_attention": {}}}, "rope_parameters.full_attention is 5"),
+        (
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "longrope"}}},
+            "of sliding_attention: rope_parameters.rope_type is 'longrope'",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+            "rope_parameters.full_attention.partial_rotary_factor is 1.5",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "factor": 0.0}}},
+            "factor is 0.0",
+        ),
+    ],
+)
+def test_lfm3_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    check_refused(lfm3.Config.parse, LFM3, fields, named)
+
+
+def test_lfm3_as_it_is_published() -> None:
+    """Without lists and tables: the state of LFM3-1.7B is constant but for its six full layers."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 7680, "num_hidden_layers": 24, "num_attention_heads": 16}
+    config = lfm3.Config.parse({"vocab_size": 128_000, "num_key_value_heads": 4, **sizes})
+    assert (config.window, config.conv.width, config.sandwich, config.attention.gate) == (256, 7, True, "heads")
+    plan = lfm3.plan(config)
+    assert plan.rope == Rope(1e6, ProportionalScaling(32))
+    assert (plan.window_rope, plan.rotated, plan.window_rotated) == (Rope(10_000.0), 128, 128)
+    spec = plan.spec("float16")
+    assert [t.layer for t in spec.tensors if t.kind == "window_key"] == [4, 8, 12, 16, 20]
+    assert [t.layer for t in spec.tensors if t.kind == "key"] == [2, 6, 10, 14, 18, 22]
+    assert spec.nbytes_at(0) == 5 * 2 * 4 * 255 * 128 * 4 + 13 * 2048 * 6 * 4
+    assert spec.nbytes_at(1) - spec.nbytes_at(0) == 12_288
+    assert {t.dtype for t in spec.recurrent} == {"float32"}
+
+
+def test_a_plan_without_windows_has_the_bytes_that_it_had() -> None:
+    """An artifact of before holds such a text: with new fields in it, it would be another artifact."""
+    written = lfm2.plan(lfm2.Config.parse(LFM2)).model_dump_json()
+    assert not any(name in written for name in LATER)
+    mine = lfm3.plan(lfm3.Config.parse(LFM3))
+    assert Plan.model_validate_json(mine.model_dump_json()) == mine
+    assert all(name in mine.model_dump_json() for name in LATER)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe", "granitemoe", "mixtral"])

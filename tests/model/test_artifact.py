@@ -149,7 +149,7 @@ def test_an_edited_manifest_is_refused(folder: Path) -> None:
         (lambda m: m.update(stop_tokens=[-1]), "stop_tokens"),
         (lambda m: m.update(vocabulary=1.5), "vocabulary"),
         (lambda m: m["state"][0].update(shape=[-1, 3]), "not possible"),
-        (lambda m: m["state"][0].update(kind="kv"), "unknown kind"),
+        (lambda m: m["state"][0].update(kind="kv"), "of kind 'kv', which this version of ssmd does not know"),
         (lambda m: m["state"][0].update(name="ssm_0"), "repeat"),
         (lambda m: m["files"].update({"../x": {"sha256": "0" * 64, "size": 1}}), "not allowed"),
         (lambda m: m["files"].update({"/etc/passwd": {"sha256": "0" * 64, "size": 1}}), "not allowed"),

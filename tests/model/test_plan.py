@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from ssmd.model.plan import MAX_BYTES, Attention, Layer, Mlp, Plan, PlanError
-from ssmd.model.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
+from ssmd.model.rope import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, Scaling, YarnScaling
 
 ATTENTION = Attention(heads=4, kv_heads=2, head_dim=6, bias=False, qk_eps=None, rotated=4)
 MLP = Mlp(intermediate=10, bias=True, activation="relu2")
@@ -55,7 +55,10 @@ def test_a_layer_of_no_part_is_refused() -> None:
         Layer(mixers=(), mlp=None)
 
 
-@pytest.mark.parametrize("scaling", [LinearScaling(2.0), Llama3Scaling(8.0, 1.0, 4.0, 64), YarnScaling(4.0, 64, 1.1)])
+@pytest.mark.parametrize(
+    "scaling",
+    [LinearScaling(2.0), Llama3Scaling(8.0, 1.0, 4.0, 64), YarnScaling(4.0, 64, 1.1), ProportionalScaling(1, 2.0)],
+)
 def test_ropes_are_read_as_they_were_written(scaling: Scaling, tmp_path: Path) -> None:
     made = plan(Layer(mixers=(ATTENTION,), mlp=MLP), rope=Rope(100.0, scaling))
     (tmp_path / "plan.json").write_text(made.model_dump_json())
@@ -97,3 +100,40 @@ def test_layers_that_rotate_otherwise_are_refused() -> None:
     other = ATTENTION.model_copy(update={"rotated": 2})
     with pytest.raises(ValidationError, match=r"layers rotate different numbers of values, \[2, 4\]"):
         plan(Layer(mixers=(ATTENTION,), mlp=None), Layer(mixers=(other,), mlp=None))
+
+
+def test_layers_with_a_window_may_rotate_otherwise() -> None:
+    """If they have tables of their own, each of which is as wide as its layers say."""
+    near = Attention.model_validate({**dict(ATTENTION), "rotated": 2, "window": 8})
+    layers = tuple(Layer(mixers=(m,), mlp=None) for m in (ATTENTION, near))
+    with pytest.raises(ValidationError, match="layers rotate different numbers"):
+        plan(*layers, rope=Rope(100.0))
+    made = Plan.model_validate({**dict(plan(layers[0], rope=Rope(100.0))), "layers": layers, "window_rope": Rope(9.0)})
+    assert (made.rotated, made.window_rotated) == (4, 2)
+    assert [t[0].shape for t in (made.tables(3), made.window_tables(3)) if t is not None] == [(3, 2), (3, 1)]
+    with pytest.raises(ValidationError, match="layers rotate different numbers"):
+        Plan.model_validate(
+            {**dict(made), "layers": (*layers, Layer(mixers=(near.model_copy(update={"rotated": 4}),), mlp=None))}
+        )
+
+
+def test_the_state_of_a_window_has_a_row_less() -> None:
+    """A token's own row is not in it. Its kind says that it is no cache, whatever the dtype of caches."""
+    near = Attention.model_validate({**dict(ATTENTION), "window": 8})
+    spec = plan(Layer(mixers=(near,), mlp=None)).spec("float16")
+    assert [(t.kind, t.shape, t.dtype) for t in spec.tensors] == [
+        (kind, (2, 7, 6), "float32") for kind in ("window_key", "window_value")
+    ]
+    for window in (0, 1, -5, 2.0, 1 << 30):
+        with pytest.raises(ValidationError, match="window"):
+            Attention.model_validate({**dict(ATTENTION), "window": window})
+
+
+def test_sandwich_norms_stand_around_mixers_and_an_mlp() -> None:
+    made = plan(Layer(mixers=(ATTENTION,), mlp=MLP, sandwich=True)).parameters()
+    assert {n for n in made if "norm" in n} == {
+        "norm",
+        *(f"layer0_{n}" for n in ("norm1", "norm2", "post_norm1", "post_norm2")),
+    }
+    with pytest.raises(ValidationError, match="sandwich norms has mixers and an MLP"):
+        Layer(mixers=(ATTENTION,), mlp=None, sandwich=True)

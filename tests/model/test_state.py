@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ssmd.model.state import Kind, State, StateError, StateSpec, TensorSpec
+from ssmd.model.state import WINDOWS, Kind, State, StateError, StateSpec, TensorSpec
 
 SPEC = StateSpec(
     (
@@ -64,7 +64,16 @@ def test_json_round_trip() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [("conv", (8,)), ("conv", (8, 3, 1)), ("ssm", (8,)), ("ssm", (1, 2, 4, 8)), ("ssm", (8, 0)), ("key", (2, 16, 1))],
+    [
+        ("window_key", (2, 5)),
+        ("window_value", (2, 5, 6, 1)),
+        ("conv", (8,)),
+        ("conv", (8, 3, 1)),
+        ("ssm", (8,)),
+        ("ssm", (1, 2, 4, 8)),
+        ("ssm", (8, 0)),
+        ("key", (2, 16, 1)),
+    ],
 )
 def test_shapes_that_cannot_be(kind: Kind, shape: tuple[int, ...]) -> None:
     with pytest.raises(StateError, match="not possible"):
@@ -75,6 +84,21 @@ def test_which_tensors_have_their_channels_first() -> None:
     """Mamba-1's ssm is [D, N], Mamba-2's [H, P, N]; key and value have two axes too, but none for tokens."""
     assert [t.channels_first for t in SPEC.tensors] == [True, False, False, False]
     assert TensorSpec("ssm_0", "ssm", 0, (8, 4)).channels_first
+
+
+def test_an_unknown_kind_is_refused_by_name_and_says_what_to_do() -> None:
+    with pytest.raises(StateError, match=r"'x' is of kind 'made_up', which this .* not know; .* Update ssmd"):
+        StateSpec.from_json([{"name": "x", "kind": "made_up", "layer": 0, "shape": [2, 3], "dtype": "float32"}])
+
+
+def test_a_window_is_whole_and_of_constant_size() -> None:
+    key, value = (TensorSpec(f"{kind}_1", kind, 1, (2, 5, 6)) for kind in WINDOWS)
+    assert [(t.recurrent, t.channels_first, t.shape_at(900)) for t in (key, value)] == [(True, False, (2, 5, 6))] * 2
+    assert StateSpec((key, value)).rows == ()
+    rows = np.arange(60, dtype=np.float32).reshape(2, 5, 6)
+    for t, held in ((key, np.zeros((2, 5, 6), np.float32)), (value, np.zeros((2, 6, 5), np.float32))):
+        t.canonical(held)[...] = rows
+        np.testing.assert_array_equal(held if t is key else held.transpose(0, 2, 1), rows)
 
 
 @pytest.mark.parametrize(

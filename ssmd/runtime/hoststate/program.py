@@ -152,16 +152,14 @@ class FlatProgram(CheckedProgram[_Handle]):
             copy = self._snapshots.copy(slot.arenas[handle.side])
             arrays = carve(recurrent_tensors(self.spec), copy)[1]
             for t in self.spec.recurrent:
-                array = arrays[t.name][0]
-                tensors[t.name] = array.T if t.channels_first else array
+                tensors[t.name] = t.canonical(arrays[t.name])
                 tensors[t.name].flags.writeable = False
         return State(handle.position, since, tensors)
 
     def _fill(self, handle: _Handle, recurrent: Mapping[str, Array], rows: Part | None) -> None:
         for t in self.spec.recurrent:
             if t.name in recurrent:
-                array = recurrent[t.name]
-                handle.slot.recurrent[0][t.name][0] = array.T if t.channels_first else array
+                t.canonical(handle.slot.recurrent[0][t.name])[...] = recurrent[t.name]
         if rows is not None:
             handle.slot.load_rows(rows.tensors, rows.first, rows.last)
 

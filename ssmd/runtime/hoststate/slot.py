@@ -3,6 +3,7 @@
 Shapes in the graph (L layers of one shape, S = capacity of the caches, T = bucket):
 
     conv   (1, K-1, C)      ssm    (1, H, P, N); Mamba-1: (1, N, D)
+    window_key (Hkv, W, D)  window_value (Hkv, D, W)
     key    (Hkv, S, D)      new rows of a step: (Hkv, T, D)
     value  (Hkv, D, S)      new rows of a step: (Hkv, D, T)
 """
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.model.state import FLOAT16_MAX, StateSpec, TensorSpec, narrowed
+from ssmd.model.state import FLOAT16_MAX, WINDOWS, StateSpec, TensorSpec, narrowed
 from ssmd.runtime.hoststate.buffers import Memory, aligned, carve, stack_bytes, stacked
 from ssmd.runtime.hoststate.caches import Caches, RowGroup, room_for
 from ssmd.runtime.hoststate.graph import Array, Call, Tensor
@@ -31,6 +32,9 @@ def graph_shape(tensor: TensorSpec, rows: int) -> tuple[int, ...]:
         return (1, width, channels)
     if tensor.kind == "ssm":
         return (1, *tensor.shape)
+    if tensor.kind in WINDOWS:
+        heads, window, dim = tensor.shape
+        return (heads, window, dim) if tensor.kind == "window_key" else (heads, dim, window)
     heads, dim = tensor.shape
     return (heads, rows, dim) if tensor.kind == "key" else (heads, dim, rows)
 

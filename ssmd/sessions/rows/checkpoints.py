@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Integer, bindparam, cast, delete, func, insert, or_, select, update
 
-from ssmd.model.state import StateSpec
+from ssmd.model.state import StateError, StateSpec
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, digest, keys_of, prefix_keys
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, anchors
@@ -159,7 +159,7 @@ def newest_on_path(connection: Connection, path: Sequence[str], lineage: str) ->
 
 
 def _stored(connection: Connection, checkpoint_id: int, turn: str) -> CheckpointRow | None:
-    """Return a checkpoint; None if its numbers are in an unknown encoding."""
+    """Return a checkpoint; None if its numbers are in an unknown encoding, or of a kind of state that is unknown."""
     query = select(checkpoint, layout.c.tensors).join(layout, layout.c.digest == _c.layout)
     row = connection.execute(query.where(_c.id == checkpoint_id)).one()
     encodings = connection.scalars(select(piece.c.dtype).where(piece.c.checkpoint == checkpoint_id).distinct())
@@ -171,6 +171,10 @@ def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Checkpoint
             return None
         segments.append((s.id, s.first, s.last, dtype))
     if None in dtypes:
+        return None
+    try:
+        spec = StateSpec.from_json(row.tensors)
+    except StateError:  # a newer version wrote it
         return None
     return CheckpointRow(
         id=checkpoint_id,
@@ -184,7 +188,7 @@ def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Checkpoint
         lineage=row.lineage,
         dtype="float32" if any(d != "float16" for d in dtypes) else "float16",
         segments=tuple(segments),
-        spec=StateSpec.from_json(row.tensors),
+        spec=spec,
     )
 
 

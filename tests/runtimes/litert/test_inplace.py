@@ -25,7 +25,15 @@ from ssmd_litert.library import METADATA, LibraryGraph
 from ssmd_litert.modelfile import Edited, edit
 from ssmd_litert.runtime import LiteRTRuntime
 
-RECURRENT = ("granite-f32", "granite-int8", "mamba2-groups-f32", "lfm2-f32", "bamba-last-f32", "falcon-h1-norm-f32")
+RECURRENT = (
+    "granite-f32",
+    "granite-int8",
+    "mamba2-groups-f32",
+    "lfm2-f32",
+    "lfm3-f32",
+    "bamba-last-f32",
+    "falcon-h1-norm-f32",
+)
 _Op = schema.BuiltinOperator
 
 

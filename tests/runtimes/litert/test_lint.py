@@ -24,7 +24,7 @@ def named(edited: Edited, code: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["granite-int8", "mamba2-groups-f32", "llama-f32", "llama-int4", "mamba-f32", "lfm2-f32"]
+    "name", ["granite-int8", "mamba2-groups-f32", "llama-f32", "llama-int4", "mamba-f32", "lfm2-f32", "lfm3-f32"]
 )
 def test_what_is_built_is_computed_whole(name: str, artifacts: Mapping[str, Path]) -> None:
     file = artifacts[name] / "model.tflite"

@@ -539,20 +539,18 @@ def test_a_model_that_no_shader_runs_says_what_builds_it(fields: dict[str, Any],
 def test_a_kind_of_layer_without_a_shader_is_refused() -> None:
     """A field that a later plan has is not passed over: the model would be another one, and say nothing."""
 
-    class Windowed(Attention):
-        window: int | None = None
-        gate: Any = "none"
+    class Sunk(Attention):
+        sinks: int | None = None
 
     def packed(**fields: Any) -> PackedPlan:
-        attention = Windowed(heads=2, kv_heads=1, head_dim=16, bias=False, qk_eps=None, rotated=0, **fields)
-        layer = Layer.model_construct(mixers=(attention,), mlp=None)
+        attention = Sunk(heads=2, kv_heads=1, head_dim=16, bias=False, qk_eps=None, rotated=0, **fields)
+        layer = Layer.model_construct(mixers=(attention,), mlp=None, sandwich=False)
         plan = {"hidden": 32, "vocabulary": 384, "eps": 1e-5, "embedding_scale": 1.0, "tied": True, "context": 512}
         return PackedPlan.model_validate({**plan, "layers": (layer,)})
 
     assert packed().mixers
-    for fields, said in (({"window": 256}, "window 256"), ({"gate": "heads"}, "gate heads")):
-        with pytest.raises(ValidationError, match=f"runtime wgpu has no shader for {said}"):
-            packed(**fields)
+    with pytest.raises(ValidationError, match="runtime wgpu has no shader for sinks 4"):
+        packed(sinks=4)
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
@@ -560,6 +558,27 @@ def test_keys_of_deltanet_larger_than_a_workgroup(name: str) -> None:
     config = {"model_type": "qwen3_5_text", "vocab_size": 384, **tiny.QWEN3_5, f"linear_{name}_head_dim": 260}
     family = family_of(config)
     said = f"^{name}_dim 260 of gated DeltaNet is more than 256; build it for litert or openvino"
+    with pytest.raises(BuildError, match=said):
+        packed_plan(family, family.parse(config), 512)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "^layers with sandwich norms are not supported by runtime wgpu; build it for litert or openvino"),
+        (
+            {"use_sandwich_norm": False},
+            "^attention within a window of 24 tokens is not supported by runtime wgpu; build",
+        ),
+        (
+            {"use_sandwich_norm": False, "layer_types": ["full_attention"] * 5},
+            "^attention with gates of heads is not supported by runtime wgpu; build it for litert or openvino",
+        ),
+    ],
+)
+def test_lfm3_says_what_builds_it(fields: dict[str, Any], said: str) -> None:
+    config = {"model_type": "lfm3", "vocab_size": 384, **tiny.LFM3, **fields}
+    family = family_of(config)
     with pytest.raises(BuildError, match=said):
         packed_plan(family, family.parse(config), 512)
 
