@@ -15,6 +15,8 @@ from ssmd.sessions.line import Line
 from ssmd.sessions.match import Echo, continues
 from ssmd.sessions.rows import replies, sessions, turns
 from ssmd.sessions.rows.checkpoints import find
+from ssmd.sessions.rows.conversations import Conversation, Entry, read_conversation, read_entries
+from ssmd.sessions.rows.excerpts import read_answer, read_block
 from ssmd.sessions.rows.schema import by, checkpoint, seen, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
@@ -75,6 +77,26 @@ class Snapshot:
     def turn(self, turn_id: str) -> Turn:
         """Read one turn. Raises UnknownSession."""
         return turns.read_turn(self._connection, turn_id)
+
+    def turns(self, turn_ids: Sequence[str]) -> Mapping[str, Turn]:
+        """Read some turns, by id. Those that do not exist are left out."""
+        return turns.read_turns(self._connection, turn_ids)
+
+    def block(self, turn_id: str, blocks: Mapping[str, Any], number: int) -> tuple[Message, ...]:
+        """Read some messages of a long turn. blocks: of its facts."""
+        return read_block(self._connection, turn_id, blocks, number)
+
+    def answer(self, turn_id: str, blocks: Mapping[str, Any]) -> Message:
+        """Read the answer of a long turn. blocks: of its facts."""
+        return read_answer(self._connection, turn_id, blocks)
+
+    def conversation(self, name: str) -> Conversation:
+        """Read a conversation. Raises UnknownSession."""
+        return read_conversation(self._connection, name, self._domain)
+
+    def entries(self, one: Conversation, numbers: Sequence[int]) -> list[Entry]:
+        """Read entries of a conversation, in the order of `numbers`. Those that do not exist are left out."""
+        return read_entries(self._connection, one, numbers)
 
     def path(self, turn_id: str) -> list[Turn]:
         """Read the turns from the root to this one. Raises UnknownSession."""

@@ -30,6 +30,7 @@ _t = turn_table.c
 _UNSEALED = {"seq", "session", "owner", "checksum"}  # may change when a turn is handed to another session
 _SEALED = [c.name for c in turn_table.columns if c.name not in _UNSEALED]
 _ONE = select(turn_table).where(_t.id == bindparam("turn"))
+_THESE = select(turn_table).where(_t.id.in_(bindparam("turns", expanding=True)))
 _PATH_IDS = select(_t.id).where(_t.id.in_(tree.above(bindparam("turn")))).order_by(_t.depth)
 _PATH = select(turn_table).where(_t.id.in_(tree.above(bindparam("turn")))).order_by(_t.depth)
 
@@ -97,6 +98,13 @@ def read_turn(connection: Connection, turn_id: str) -> Turn:
     return next(iter(_read(connection, _ONE, turn_id)))
 
 
+def read_turns(connection: Connection, turn_ids: Sequence[str]) -> dict[str, Turn]:
+    """Read some turns, by id. Those that do not exist are left out."""
+    with as_they_are(connection):
+        rows = connection.execute(_THESE, {"turns": list(turn_ids)}).all()
+    return {row.id: turn_of(row) for row in rows}
+
+
 def read_above(connection: Connection, turn: Turn) -> Turn | None:
     """Read the parent of a turn; None at the root, and if the reference to it was altered."""
     if turn.parent is None:
@@ -130,7 +138,7 @@ def _read(connection: Connection, query: Any, turn_id: str) -> list[Turn]:
 
 def read_beginnings(connection: Connection, lineage: str, most: int) -> list[tuple[str, Line]]:
     """Read (owner, ids) of the newest first turns of conversations with a model, at most so many, the oldest first."""
-    newest = select(turn_table).where(_t.parent.is_(None)).order_by(_t.seq.desc()).limit(most)
+    newest = select(turn_table).where(_t.parent.is_(None), _t.lineage != "").order_by(_t.seq.desc()).limit(most)
     with as_they_are(connection):
         rows = connection.execute(newest).all()
     turns = [(as_text(row.owner), turn_of(row)) for row in reversed(rows) if row.lineage == lineage]
