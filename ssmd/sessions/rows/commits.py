@@ -18,7 +18,7 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import conversations, database, erasure, growth, holding, replies, retention, sessions, turns
+from ssmd.sessions.rows import conversations, database, erasure, growth, holding, paths, replies, retention, sessions, turns
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of, is_genuine
 from ssmd.sessions.rows.checkpoints import CheckpointResult, sweep
 from ssmd.sessions.rows.disk_space import DiskSpace
@@ -63,8 +63,10 @@ def write(
     placed = retention.place(connection, checkpoints, [t.id for t in new], session.id, quota)
     if reply is not None:
         replies.insert_reply(connection, reply, new, state_stored=ends_placed(new, checkpoints, placed))
-        if reply.complete and reply.facts is not None and "conversation" in reply.facts:
-            conversations.append(connection, new[0], reply.facts)
+        if reply.facts is not None:
+            paths.note(connection, new[0])
+            if reply.complete and "conversation" in reply.facts:
+                conversations.append(connection, new[0], reply.facts)
         if replies.replace_turns(connection, session.id, reply.key.replaces):
             erasure.owe(connection)
     return placed

@@ -26,6 +26,7 @@ from ssmd.text.messages import Message
 OPENING = "conversation"  # the finish of a conversation's first turn
 ADDED = "items"  # the finish of a turn of items that a client added
 ANSWER = Message("assistant", "", name="ssmd_conversation")  # no request echoes it, so none continues such a turn
+NO_LINEAGE = "0" * 64  # of a conversation that no model has read
 _CONVERSATION, _TURN = "conv_", "turn_"
 _DIGITS = 24
 _RECORD = "conversation"  # the part of the first turn's facts that describes the conversation
@@ -105,10 +106,10 @@ def create(connection: Connection, metadata: Mapping[str, str], clock: datetime,
     # The last digits are not those of an entry's number.
     digits = f"{secrets.token_hex((_DIGITS - _PLACE_DIGITS) // 2)}{'f' * _PLACE_DIGITS}"
     one = Conversation(_CONVERSATION + digits, int(now.timestamp()), metadata)
-    info = SessionInfo(one.id, "", "", clock, owner=owner, title="")
+    info = SessionInfo(one.id, "", NO_LINEAGE, clock, owner=owner, title="")
     turn = _turn(one, one.opening, None, (), OPENING, now)
     sessions.touch_session(connection, [turn], info)
-    growth.insert_turns(connection, [turn], "", owner)
+    growth.insert_turns(connection, [turn], NO_LINEAGE, owner)
     _write(connection, one)
     return one
 

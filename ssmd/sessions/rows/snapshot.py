@@ -17,6 +17,7 @@ from ssmd.sessions.rows import replies, sessions, turns
 from ssmd.sessions.rows.checkpoints import find
 from ssmd.sessions.rows.conversations import Conversation, Entry, read_conversation, read_entries
 from ssmd.sessions.rows.excerpts import read_answer, read_block
+from ssmd.sessions.rows.paths import TurnPath
 from ssmd.sessions.rows.schema import by, checkpoint, seen, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
@@ -102,9 +103,9 @@ class Snapshot:
         """Read the turns from the root to this one. Raises UnknownSession."""
         return turns.read_path(self._connection, turn_id)
 
-    def path_ids(self, turn_id: str) -> list[str]:
-        """Return the ids of the turns from the root to this one, without reading them; [] if there is no such turn."""
-        return turns.read_path_ids(self._connection, turn_id)
+    def places(self, turn_id: str) -> TurnPath:
+        """Return the path from the root to a turn, whose turns are read as they are needed."""
+        return TurnPath(self._connection, turn_id)
 
     def facts(self, turn_ids: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
         """Return the facts that are kept with turns, by turn, for those that have some."""

@@ -80,17 +80,20 @@ def as_they_are(connection: Connection) -> Iterator[None]:
 
 def seal(values: Mapping[str, Any]) -> bytes:
     """Return the checksum of a row of `turn`: xxh3-128 over the columns that only a rewrite changes, in their order."""
-    running = xxhash.xxh3_128()
+    parts: list[bytes] = []
     for name in _SEALED:
         value = values[name]
-        if isinstance(value, str):
+        kind = type(value)
+        if kind is bytes:
+            parts += (b"b%d:" % len(value), value)
+        elif kind is str:
             value = value.encode("utf-8", "surrogateescape")
-            kind = b"s"
+            parts += (b"s%d:" % len(value), value)
         else:
-            kind = b"b" if isinstance(value, bytes) else b"v"
-            value = value if isinstance(value, bytes) else repr(int(value) if value in (0, 1) else value).encode()
-        running.update(b"%s%d:" % (kind, len(value)) + value)
-    return running.digest()
+            whole = kind is int or value in (0, 1)
+            value = b"%d" % value if whole else repr(value).encode()
+            parts += (b"v%d:" % len(value), value)
+    return xxhash.xxh3_128_digest(b"".join(parts))
 
 
 def read_turn(connection: Connection, turn_id: str) -> Turn:
@@ -137,8 +140,11 @@ def _read(connection: Connection, query: Any, turn_id: str) -> list[Turn]:
 
 
 def read_beginnings(connection: Connection, lineage: str, most: int) -> list[tuple[str, Line]]:
-    """Read (owner, ids) of the newest first turns of conversations with a model, at most so many, the oldest first."""
-    newest = select(turn_table).where(_t.parent.is_(None), _t.lineage != "").order_by(_t.seq.desc()).limit(most)
+    """Read (owner, ids) of the newest first turns of conversations with a model, at most so many, the oldest first.
+
+    Turns without an input are passed over: they have no prompt.
+    """
+    newest = select(turn_table).where(_t.parent.is_(None), _t.length > 1).order_by(_t.seq.desc()).limit(most)
     with as_they_are(connection):
         rows = connection.execute(newest).all()
     turns = [(as_text(row.owner), turn_of(row)) for row in reversed(rows) if row.lineage == lineage]

@@ -29,7 +29,7 @@ Item = dict[str, Any]
 Facts = Mapping[str, Any]
 MAX_ITEMS = 100  # of a page
 ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})_(i?)([0-9]{1,8})(?:_[0-9]{1,4})?")
-_AT_ONCE = 32  # turns that are read at once
+_FIRST, _AT_ONCE = 4, 32  # turns that are read at once: at first, and at most
 
 
 class Page(StrictModel):
@@ -129,14 +129,17 @@ class ItemList(ABC):
 
         place: (True, index of a message of the input), or (False, 0) for the answer.
         """
-        size = min(limit + 1, _AT_ONCE)
+        size, read, found = min(limit + 1, _FIRST), 0, 0
         while 0 <= at < self.size:
             numbers = range(at, max(-1, min(self.size, at + step * size)), step)
             for part in self.read(numbers):
-                if part is not None:
-                    yield from self._items_of(part, place, step)
+                for item in () if part is None else self._items_of(part, place, step):
+                    found += 1
+                    yield item
                 place = None
-            at, size = at + step * len(numbers), _AT_ONCE
+            at, read = at + step * len(numbers), read + len(numbers)
+            # As many more as the rest of the page takes, if they have as many items as those before.
+            size = max(1, min(_AT_ONCE, (limit + 1 - found) * read // max(1, found) + 1))
 
     def _items_of(self, part: Part, place: tuple[bool, int] | None, step: int) -> Iterator[Item]:
         """Yield the items of a part, or those from a place on."""
@@ -190,17 +193,17 @@ class ResponseItems(ItemList):
     def __init__(self, stored: Snapshot, turn: str, facts: Facts) -> None:
         super().__init__(stored)
         self._instructed = bool(facts.get("instructed"))
-        self._ids = stored.path_ids(turn)
+        self._path = stored.places(turn)
 
     @property
     def size(self) -> int:
-        return len(self._ids)
+        return self._path.size
 
     def find(self, turn: str) -> int | None:
-        return self._ids.index(turn) if turn in self._ids else None
+        return self._path.find(turn)
 
     def read(self, numbers: Sequence[int]) -> list[Part | None]:
-        names = [self._ids[n] for n in numbers]
+        names = self._path.ids(numbers)
         turns, facts = self._turns(names)
         return [self._part(n, name, turns, facts.get(name, {})) for n, name in zip(numbers, names, strict=True)]
 
@@ -214,7 +217,7 @@ class ResponseItems(ItemList):
             return None
         custom = custom_calls(turn, facts)
         if number and any(message.tool_call_id for message in turn.messages):
-            [above] = self._stored.turns([self._ids[number - 1]]).values()
+            above = self._stored.turn(*self._path.ids([number - 1]))
             custom |= custom_calls(above, self._stored.facts([above.id]).get(above.id, {}))
         count, begun = len(turn.messages), facts.get("begun", 0)
         return Part(name, facts, turn.messages, count, start, answered, turn.answer, custom, begun)
