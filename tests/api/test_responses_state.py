@@ -33,7 +33,7 @@ from ssmd.api.openai.responses import state
 from ssmd.config import Settings
 from ssmd.sessions.rows import database
 from ssmd.sessions.rows.snapshot import Snapshot
-from ssmd.sessions.turn import Turn
+from ssmd.text.messages import Message
 
 Fields = dict[str, Any]
 NOWHERE = "resp_gen_" + "0" * 24
@@ -446,13 +446,13 @@ def test_a_page_reads_the_turns_that_it_has(tiny: Daemon, monkeypatch: pytest.Mo
     every = items(tiny, last["id"])
     assert [item["content"][0]["text"] for item in every[::2]] == [str(i) for i in range(8)]
     read: list[str] = []
-    some = Snapshot.turns
+    some = Snapshot.said
 
-    def noted(stored: Snapshot, ids: Sequence[str]) -> Mapping[str, Turn]:
+    def noted(stored: Snapshot, ids: Sequence[str]) -> Mapping[str, Sequence[Message]]:
         read.extend(ids)
         return some(stored, ids)
 
-    monkeypatch.setattr(Snapshot, "turns", noted)
+    monkeypatch.setattr(Snapshot, "said", noted)
     for order, listed in (("asc", every), ("desc", every[::-1])):
         for start in (0, 5, 12):
             read.clear()

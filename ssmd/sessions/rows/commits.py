@@ -18,7 +18,18 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import conversations, database, erasure, growth, holding, paths, replies, retention, sessions, turns
+from ssmd.sessions.rows import (
+    conversations,
+    database,
+    erasure,
+    growth,
+    holding,
+    paths,
+    replies,
+    retention,
+    sessions,
+    turns,
+)
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of, is_genuine
 from ssmd.sessions.rows.checkpoints import CheckpointResult, sweep
 from ssmd.sessions.rows.disk_space import DiskSpace

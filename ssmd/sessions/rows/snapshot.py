@@ -79,9 +79,9 @@ class Snapshot:
         """Read one turn. Raises UnknownSession."""
         return turns.read_turn(self._connection, turn_id)
 
-    def turns(self, turn_ids: Sequence[str]) -> Mapping[str, Turn]:
-        """Read some turns, by id. Those that do not exist are left out."""
-        return turns.read_turns(self._connection, turn_ids)
+    def said(self, turn_ids: Sequence[str]) -> Mapping[str, Sequence[Message]]:
+        """Read only the messages of some turns, by id, each turn's answer last. Missing turns are left out."""
+        return turns.read_said(self._connection, turn_ids)
 
     def block(self, turn_id: str, blocks: Mapping[str, Any], number: int) -> tuple[Message, ...]:
         """Read some messages of a long turn. blocks: of its facts."""

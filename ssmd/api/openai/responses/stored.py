@@ -181,10 +181,10 @@ class ItemList(ABC):
             answer = self._stored.answer(part.turn, part.facts["blocks"])
         yield from said_as(answer.content[part.begun :], answer, form_of(part.facts), _digits(part.turn))
 
-    def _turns(self, names: Sequence[str]) -> tuple[Mapping[str, Turn], Mapping[str, Facts]]:
-        """Read the turns of these names, but for long ones, and their facts."""
+    def _said(self, names: Sequence[str]) -> tuple[Mapping[str, Sequence[Message]], Mapping[str, Facts]]:
+        """Read the messages of turns, but of long ones, and their facts."""
         facts = self._stored.facts(names)
-        return self._stored.turns([one for one in names if not _is_long(facts.get(one, {}))]), facts
+        return self._stored.said([one for one in names if not _is_long(facts.get(one, {}))]), facts
 
 
 class ResponseItems(ItemList):
@@ -204,23 +204,25 @@ class ResponseItems(ItemList):
 
     def read(self, numbers: Sequence[int]) -> list[Part | None]:
         names = self._path.ids(numbers)
-        turns, facts = self._turns(names)
-        return [self._part(n, name, turns, facts.get(name, {})) for n, name in zip(numbers, names, strict=True)]
+        every, facts = self._said(names)
+        return [
+            self._part(n, name, every.get(name), facts.get(name, {})) for n, name in zip(numbers, names, strict=True)
+        ]
 
-    def _part(self, number: int, name: str, turns: Mapping[str, Turn], facts: Facts) -> Part | None:
-        start, answered = int(self._instructed and number == 0), number < self.size - 1
+    def _part(self, number: int, name: str, told: Sequence[Message] | None, facts: Facts) -> Part | None:
+        start, answered, begun = int(self._instructed and number == 0), number < self.size - 1, facts.get("begun", 0)
         if _is_long(facts):
-            custom, count = frozenset[str](), facts["blocks"]["messages"]
-            return Part(name, facts, None, count, start, answered, None, custom, facts.get("begun", 0))
-        turn = turns.get(name)
-        if turn is None:
+            return Part(name, facts, None, facts["blocks"]["messages"], start, answered, None, frozenset(), begun)
+        if told is None:
             return None
-        custom = custom_calls(turn, facts)
-        if number and any(message.tool_call_id for message in turn.messages):
-            above = self._stored.turn(*self._path.ids([number - 1]))
-            custom |= custom_calls(above, self._stored.facts([above.id]).get(above.id, {}))
-        count, begun = len(turn.messages), facts.get("begun", 0)
-        return Part(name, facts, turn.messages, count, start, answered, turn.answer, custom, begun)
+        *messages, answer = told
+        custom = custom_calls(told, facts)
+        if number and any(message.tool_call_id for message in messages):
+            above = self._path.ids([number - 1])
+            custom |= custom_calls(
+                self._stored.said(above).get(above[0], ()), self._stored.facts(above).get(above[0], {})
+            )
+        return Part(name, facts, messages, len(messages), start, answered, answer, custom, begun)
 
 
 class ConversationItems(ItemList):
@@ -243,20 +245,25 @@ class ConversationItems(ItemList):
 
     def read(self, numbers: Sequence[int]) -> list[Part | None]:
         entries = {entry.number: entry for entry in self._stored.entries(self._of, [n + 1 for n in numbers])}
-        turns, facts = self._turns([entry.turn for entry in entries.values()])
-        return [self._part(entries.get(n + 1), turns, facts) for n in numbers]
+        every, facts = self._said([entry.turn for entry in entries.values()])
+        return [self._part(entries.get(n + 1), every, facts) for n in numbers]
 
-    def _part(self, entry: Entry | None, turns: Mapping[str, Turn], facts: Mapping[str, Facts]) -> Part | None:
+    def _part(
+        self, entry: Entry | None, every: Mapping[str, Sequence[Message]], facts: Mapping[str, Facts]
+    ) -> Part | None:
         if entry is None:
             return None
-        its, turn = facts.get(entry.turn) or {"origins": entry.origins}, turns.get(entry.turn)
-        messages = None if turn is None else turn.messages
-        if messages is None and not _is_long(its):
+        its = facts.get(entry.turn) or {"origins": entry.origins}
+        custom, gone = frozenset(entry.custom), frozenset(entry.gone)
+        if _is_long(its):
+            count = its["blocks"]["messages"]
+            start = max(0, count - entry.given)
+            return Part(entry.turn, its, None, count, start, entry.answered, None, custom, 0, gone)
+        if entry.turn not in every:
             return None
-        count = its["blocks"]["messages"] if messages is None else len(messages)
-        start, custom, gone = max(0, count - entry.given), frozenset(entry.custom), frozenset(entry.gone)
-        answer = None if turn is None else turn.answer
-        return Part(entry.turn, its, messages, count, start, entry.answered, answer, custom, 0, gone)
+        *messages, answer = every[entry.turn]
+        start = max(0, len(messages) - entry.given)
+        return Part(entry.turn, its, messages, len(messages), start, entry.answered, answer, custom, 0, gone)
 
 
 def listed(data: Sequence[Item], *, more: bool = False) -> Response:
@@ -284,7 +291,7 @@ def output_of(turn: Turn, facts: Facts) -> Iterator[Item]:
 
 def given_in(turn: Turn, facts: Facts) -> Iterator[Item]:
     """Yield the items of a turn's input."""
-    form, custom = form_of(facts), custom_calls(turn, facts)
+    form, custom = form_of(facts), custom_calls(turn.conversation, facts)
     for i, message in enumerate(turn.messages):
         yield from said(message, form, f"{_digits(turn.id)}_i{i}", custom)
 
@@ -303,10 +310,10 @@ def said_as(content: str, answer: Message, form: ResponseForm, digits: str) -> I
         yield form.call(f"{digits}_{i}", call.id, call.name, call.arguments)
 
 
-def custom_calls(turn: Turn, facts: Facts) -> frozenset[str]:
-    """Return the ids of the calls of custom tools in a turn."""
+def custom_calls(messages: Sequence[Message], facts: Facts) -> frozenset[str]:
+    """Return the ids of the calls of custom tools in a turn's messages."""
     names = {flat for flat, origin in facts.get("origins", {}).items() if origin[0] == "custom"}
-    return frozenset(c.id for m in turn.conversation for c in m.tool_calls if c.name in names) if names else frozenset()
+    return frozenset(c.id for m in messages for c in m.tool_calls if c.name in names) if names else frozenset()
 
 
 def said(message: Message, form: ResponseForm, digits: str, custom: frozenset[str]) -> Iterator[Item]:
