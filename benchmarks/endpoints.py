@@ -51,12 +51,19 @@ def _system(content: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": content}]
 
 
+def _items(on: Target) -> dict[str, Any]:
+    return {"items": [{"role": "user", "content": on.text}] * 20}
+
+
 Body = Callable[[Target], Any]  # returns bytes, or what becomes JSON
 BODIES: Mapping[str, Body] = {
     "/v1/chat/completions": lambda on: on.chat("word " * on.sizes.words),
     "/v1/completions": lambda on: {"model": on.model, "prompt": on.text, "max_tokens": 1},
     "/v1/responses": lambda on: {**on.chat(""), "messages": None, "input": "word " * on.sizes.words},
     "/v1/responses/input_tokens": lambda on: {**on.chat(""), "messages": None, "input": on.text},
+    "/v1/conversations": _items,
+    "/v1/conversations/{id}": lambda on: {"metadata": {str(i): "m" * 512 for i in range(16)}},
+    "/v1/conversations/{id}/items": _items,
     "/v1/messages": lambda on: on.chat("word " * on.sizes.words),
     "/v1/messages/count_tokens": lambda on: on.chat(on.text),
     "/api/chat": lambda on: on.chat("word " * on.sizes.words),

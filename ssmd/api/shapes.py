@@ -132,6 +132,24 @@ class DeletedResponse(Shape):
     deleted: Literal[True]
 
 
+class Conversation(Shape):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(Shape):
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]
+
+
+class Item(Shape):
+    id: str
+    type: str
+
+
 class ItemPage(Shape):
     object: Literal["list"]
     data: list[dict[str, Any]]

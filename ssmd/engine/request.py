@@ -69,6 +69,7 @@ class Request:
     echo: bool = False  # each choice begins with its prompt
     tool_choice: ToolChoice = AUTO  # among the tools in `given`
     facts: Mapping[str, Any] | None = None  # JSON to keep with its turn; only for one choice
+    conversation: str | None = None  # the stored conversation that its turn is added to
     thinking_budget: int | None = None  # tokens after which reasoning is ended
     id: str = field(default_factory=lambda: f"{_GENERATION}{secrets.token_hex(12)}", compare=False)  # of its answer
 

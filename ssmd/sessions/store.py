@@ -470,14 +470,14 @@ class Store:
     def remove_turn(self, turn_id: str, instead: Mapping[str, Any]) -> None:
         """Remove a turn and what only it needed. Its session goes too if it has no other turn. Raises UnknownSession.
 
-        A turn that others, or forks, follow on stays, as they need it, with the facts `instead`.
+        A turn that others, forks, or a conversation follow on stays, as they need it, with the facts `instead`.
         """
         only = None  # its session, if that has no other turn
         try:
             with database.writing(self._engine, self.file) as connection:
                 turn = turn_rows.read_turn(connection, turn_id)
                 session_rows.session_row(connection, turn.session, self.domain)
-                if reply_rows.is_followed(connection, turn_id):
+                if "conversation" in instead or reply_rows.is_followed(connection, turn_id):
                     reply_rows.forget(connection, [turn_id])
                     reply_rows.write_facts(connection, turn_id, instead)
                 elif reply_rows.remove_turn(connection, turn):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ssmd.api.openai.responses import state
 from ssmd.config import Settings
 from ssmd.sessions.rows import database
 from ssmd.sessions.rows.snapshot import Snapshot
-from ssmd.sessions.turn import Turn
+from ssmd.text.messages import Message
 
 Fields = dict[str, Any]
 NOWHERE = "resp_gen_" + "0" * 24
@@ -228,9 +228,9 @@ def test_items_given_by_id_are_bounded_together(tiny: Daemon, monkeypatch: pytes
     looks: list[str] = []
     found = state._found
 
-    def look(stored: Snapshot, turn: str) -> Any:
+    def look(stored: Snapshot, turn: str, **more: bool) -> Any:
         looks.append(turn)
-        return found(stored, turn)
+        return found(stored, turn, **more)
 
     monkeypatch.setattr(state, "_found", look)
     reference = {"type": "item_reference", "id": long["id"]}
@@ -446,13 +446,13 @@ def test_a_page_reads_the_turns_that_it_has(tiny: Daemon, monkeypatch: pytest.Mo
     every = items(tiny, last["id"])
     assert [item["content"][0]["text"] for item in every[::2]] == [str(i) for i in range(8)]
     read: list[str] = []
-    one = Snapshot.turn
+    some = Snapshot.said
 
-    def noted(stored: Snapshot, id_: str) -> Turn:
-        read.append(id_)
-        return one(stored, id_)
+    def noted(stored: Snapshot, ids: Sequence[str]) -> Mapping[str, Sequence[Message]]:
+        read.extend(ids)
+        return some(stored, ids)
 
-    monkeypatch.setattr(Snapshot, "turn", noted)
+    monkeypatch.setattr(Snapshot, "said", noted)
     for order, listed in (("asc", every), ("desc", every[::-1])):
         for start in (0, 5, 12):
             read.clear()

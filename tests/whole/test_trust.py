@@ -258,6 +258,7 @@ def test_every_route_answers_of_another_as_of_none(one: Daemon) -> None:
         "/v1/models/{model:path}",
         "/api/blobs/{digest}",  # 501
         *(f"/v1/responses/{{id}}{what}" for what in ("", "/cancel", "/input_items")),  # test_responses_state.py
+        *(f"/v1/conversations/{{id}}{what}" for what in ("", "/items", "/items/{item}")),  # test_conversations.py
         *(f"/ssmd/v1/models/{{model}}{what}" for what in ("", "/load", "/unload")),
         *(f"/ssmd/v1/requests/{{id}}/{what}" for what in ("stream", "stop")),  # tests/api/test_requests.py
         "/ssmd/v1/pulls/{id}",

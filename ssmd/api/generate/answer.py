@@ -101,6 +101,8 @@ class ParsedRequest:
     dropped: tuple[str, ...] = ()  # as in a ResponseInfo
     variables: Mapping[str, str] = field(default_factory=dict)  # by field, the chat template's variable that it sets
     placed: Callable[[Rejection], Rejection] = lambda error: error  # names places of the body as its protocol does
+    # Checks, before it is submitted, that what it goes on from is as it was read. In a thread; raises Rejection.
+    check: Callable[[], None] | None = None
     named: Callable[[Collection[str]], tuple[str, ...]] = tuple  # names ignored fields; raises Rejection if strict
 
     def told(self, known: Callable[[str], bool]) -> ParsedRequest:

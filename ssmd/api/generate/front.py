@@ -316,6 +316,8 @@ class _Exchange:
     async def _engage(self, answering: InFlightAnswer) -> None:
         """Lease the model and submit the request to its engine. Raises Rejection and ClientGone."""
         try:
+            if self.parsed.check is not None:
+                await self._run(self.parsed.check)
             lease = None
             while lease is None:
                 try:

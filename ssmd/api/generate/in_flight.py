@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +18,11 @@ from ssmd.engine.request import Delta, Event, Failure, Finish, FinishReason, Req
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
 
+LOCKED = Rejection(  # in OpenAI's words
+    "Another process is currently operating on this conversation. Please retry in a few seconds.",
+    code="conversation_locked",
+    param="conversation",
+)
 _PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")  # of an id as the answer has it
 
 
@@ -99,13 +105,31 @@ class InFlightAnswers:
 
     def __init__(self) -> None:
         self._answers: dict[str, InFlightAnswer] = {}
+        self._changed: set[str] = set()  # conversations that a request changes
 
     def enter(self, answering: InFlightAnswer) -> InFlightAnswer:
-        """Add an answer. It is removed at its last event."""
-        id_ = answering.request.id
+        """Add an answer. It is removed at its last event. Raises Rejection if its conversation is being changed."""
+        id_, conversation = answering.request.id, answering.request.conversation
+        if conversation is not None:
+            self._change(conversation)
+            answering.delivery.last.add_done_callback(lambda _: self._changed.discard(conversation))
         self._answers[id_] = answering
         answering.delivery.last.add_done_callback(lambda _: self._answers.pop(id_, None))
         return answering
+
+    @contextmanager
+    def alone(self, conversation: str) -> Iterator[None]:
+        """Let no other request change a conversation meanwhile. Raises Rejection if one does."""
+        self._change(conversation)
+        try:
+            yield
+        finally:
+            self._changed.discard(conversation)
+
+    def _change(self, conversation: str) -> None:
+        if conversation in self._changed:
+            raise LOCKED
+        self._changed.add(conversation)
 
     def find(self, id_: str, domain: Domain) -> InFlightAnswer:
         """Return the answer of that id. Raises Rejection if the id is unknown, or hidden from the domain."""

@@ -8,12 +8,7 @@ from starlette.responses import Response
 from ssmd.engine.terms import Rejection
 
 CODE = "not_supported"
-_RESPONSES = (
-    "ask /v1/responses with the items of the conversation in input, or with the id of its last response in "
-    "previous_response_id; the state is kept either way"
-)
 WHY = {
-    "/v1/conversations": _RESPONSES,
     "/v1/embeddings": "ssmd's models are made to generate text, and their states are no embeddings; use a model that "
     "is made for them, with another server",
     "/v1/audio/speech": "ssmd's models read and write text only",

@@ -126,7 +126,7 @@ class Planner:
 
         at_most: counts no further than just above it. go_on: as of `plan`. Raises Rejection.
         """
-        text = self._renderer.render(request.messages, _local_now(), request.given).text
+        text = self._renderer.render(request.messages, local_now(), request.given).text
         try:
             return len(self._tokenizer.ids(text, at_most, go_on))
         except TokenizerError as err:
@@ -223,7 +223,7 @@ class Planner:
             raise Rejection("this daemon keeps nothing: it runs with --no-store", status=404, code="no_store")
         if warm.owner is not None and request.domain != EVERYBODY:
             raise Rejection("only the daemon's own user names a key; leave it out", status=403, param="key")
-        owner, now = request.domain.owner, _local_now()
+        owner, now = request.domain.owner, local_now()
         try:
             if warm.session is None:
                 head, text, ids, parts = self._head_of(request, now)
@@ -381,14 +381,14 @@ class Planner:
         return found, replace(shown, ids=ids, stem=stem)
 
     def _now(self, place: _Place) -> datetime:
-        return _local_now() if place.info is None else place.info.clock
+        return local_now() if place.info is None else place.info.clock
 
     def _new_session(self, owner: str) -> SessionInfo:
         return SessionInfo(
             id=f"ses_{secrets.token_hex(12)}",
             model=self._manifest.name,
             lineage=self._manifest.lineage,
-            clock=_local_now(),
+            clock=local_now(),
             owner=owner,
         )
 
@@ -454,7 +454,7 @@ class Planner:
         Returns its text and ids, up to the last control token.
         owner: part of the cache key, so that response time reveals nothing about other owners.
         """
-        clock = now or _local_now()
+        clock = now or local_now()
         try:
             text = self._renderer.beginning(head, clock, given)
         except Rejection:
@@ -497,7 +497,7 @@ def _up_to(messages: Sequence[Message], end: BlockEnd) -> tuple[Message, ...]:
     return (*messages[: end.message], part)
 
 
-def _local_now() -> datetime:
+def local_now() -> datetime:
     """Return the time of this machine's zone, as templates get it and as a session stores it.
 
     The zone is an offset from UTC without a name, so that a template renders the same before and after it was stored.

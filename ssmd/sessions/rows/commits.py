@@ -18,7 +18,18 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import database, erasure, growth, holding, replies, retention, sessions, turns
+from ssmd.sessions.rows import (
+    conversations,
+    database,
+    erasure,
+    growth,
+    holding,
+    paths,
+    replies,
+    retention,
+    sessions,
+    turns,
+)
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of, is_genuine
 from ssmd.sessions.rows.checkpoints import CheckpointResult, sweep
 from ssmd.sessions.rows.disk_space import DiskSpace
@@ -29,8 +40,6 @@ from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, t
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
 from ssmd.text.messages import Message
-
-_LEAST_TEXT_BYTES = 1 << 30
 
 _COUNTED_WHEN_IDLE = 100  # sessions counted at once; some milliseconds each
 
@@ -61,10 +70,14 @@ def write(
         growth.heal(connection, turn_id, said)
     sessions.touch_session(connection, new, session)
     growth.insert_turns(connection, new, session.lineage, session.owner)
-    _bound_text(connection, quota)
+    growth.bound_text(connection, quota)
     placed = retention.place(connection, checkpoints, [t.id for t in new], session.id, quota)
     if reply is not None:
         replies.insert_reply(connection, reply, new, state_stored=ends_placed(new, checkpoints, placed))
+        if reply.facts is not None:
+            paths.note(connection, new[0])
+            if reply.complete and "conversation" in reply.facts:
+                conversations.append(connection, new[0], reply.facts)
         if replies.replace_turns(connection, session.id, reply.key.replaces):
             erasure.owe(connection)
     return placed
@@ -129,18 +142,8 @@ def adopt(
         raise StoreError(f"session {session.id!r}, or one of its turns, is stored here already")
     sessions.insert_session(connection, new, session, head=head, now=turns.to_micros(datetime.now(UTC)), title=title)
     growth.insert_turns(connection, new, session.lineage, session.owner)
-    _bound_text(connection, quota)
+    growth.bound_text(connection, quota)
     return retention.place(connection, checkpoints, [head], session.id, quota)
-
-
-def _bound_text(connection: Connection, quota: int | None) -> None:
-    if quota is None:
-        return
-    bound, nbytes = max(quota, _LEAST_TEXT_BYTES), holding.turn_bytes(connection)
-    if nbytes > bound:
-        raise StoreError(
-            f"conversations take {nbytes} of {bound} bytes; remove sessions with `ssmd session rm`, or raise the quota"
-        )
 
 
 def drop(connection: Connection, checkpoint_id: int, spec: StateSpec) -> int:

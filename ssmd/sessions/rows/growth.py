@@ -14,7 +14,7 @@ from ssmd.sessions.items import items_of
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage
 from ssmd.sessions.match import Chain
 from ssmd.sessions.rows import tree
-from ssmd.sessions.rows.holding import add_turn_bytes
+from ssmd.sessions.rows.holding import add_turn_bytes, turn_bytes
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import (
     as_they_are,
@@ -30,6 +30,7 @@ from ssmd.sessions.turn import NewTurn, RenderedPrefix, StoreError, Turn, TurnRe
 from ssmd.text.messages import Message
 
 _MAX_STEMS = 64  # turns above a new one that are searched for its stem
+_LEAST_TEXT_BYTES = 1 << 30  # that conversations may take, whatever the quota
 _LEAST_NBYTES = 512  # of a row, beside items, answer, ids and text
 _t = turn_table.c
 _ONE = select(turn_table).where(_t.id == bindparam("turn"))
@@ -194,6 +195,17 @@ def rewrite(connection: Connection, turn_id: str, ids: Line, text: Passage) -> N
         settled = RenderedPrefix(row["settled_messages"], row["settled_characters"], row["template"])
     changed = _grown(path, old.parent, ids, text, old.lineage, min(row["prompt_tokens"], len(ids)), settled)
     _write(connection, row, changed)
+
+
+def bound_text(connection: Connection, quota: int | None) -> None:
+    """Check that conversations take no more bytes than they may. Raises StoreError. quota: of the checkpoints."""
+    if quota is None:
+        return
+    bound, nbytes = max(quota, _LEAST_TEXT_BYTES), turn_bytes(connection)
+    if nbytes > bound:
+        raise StoreError(
+            f"conversations take {nbytes} of {bound} bytes; remove sessions with `ssmd session rm`, or raise the quota"
+        )
 
 
 def heal(connection: Connection, turn_id: str, said: Sequence[Message]) -> None:

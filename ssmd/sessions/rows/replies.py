@@ -14,6 +14,7 @@ from sqlalchemy import Connection, String, bindparam, delete, func, insert, sele
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import holding, tree
+from ssmd.sessions.rows.excerpts import blocks_of
 from ssmd.sessions.rows.schema import reply as reply_table
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
@@ -67,19 +68,29 @@ def read_usages(connection: Connection, session_id: str) -> dict[str, Mapping[st
 
 def read_facts(connection: Connection, turns: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Return the facts that are kept with turns, by turn. Turns without facts, or with altered ones, are left out."""
+    return _facts_of(connection, {_facts_key(turn): turn for turn in turns})
+
+
+def read_parts(connection: Connection, turn: str, parts: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return further facts that are kept with a turn, by their names, as `read_facts`."""
+    return _facts_of(connection, {_facts_key(turn, part): part for part in parts})
+
+
+def _facts_of(connection: Connection, names: Mapping[bytes, str]) -> dict[str, Mapping[str, Any]]:
+    """Return the facts of these keys, by the name of each."""
     found: dict[str, Mapping[str, Any]] = {}
-    for at in range(0, len(turns), _MANY):
-        digests = [_facts_key(turn) for turn in turns[at : at + _MANY]]
+    digests = list(names)
+    for at in range(0, len(digests), _MANY):
         with as_they_are(connection):
-            rows = connection.execute(_ALL_FACTS, {"digests": digests}).all()
-        told = [said for row in rows if row.body == _FACTS and (said := said_in_reply(row)) is not None]
-        found |= {names[0]: answer for names, answer in told}
+            rows = connection.execute(_ALL_FACTS, {"digests": digests[at : at + _MANY]}).all()
+        told = [(row.key, said) for row in rows if row.body == _FACTS and (said := said_in_reply(row)) is not None]
+        found |= {names[key]: facts for key, (_, facts) in told}
     return found
 
 
-def write_facts(connection: Connection, turn: str, facts: Mapping[str, Any]) -> None:
-    """Keep facts with a turn, in place of those that it has."""
-    digest = _facts_key(turn)
+def write_facts(connection: Connection, turn: str, facts: Mapping[str, Any], part: str = "") -> None:
+    """Keep facts with a turn, in place of those that it has. part: the name of further facts, apart from its own."""
+    digest = _facts_key(turn, part)
     connection.execute(_SAME, {"digest": digest})
     answer = dict(facts)
     row = {
@@ -94,8 +105,9 @@ def write_facts(connection: Connection, turn: str, facts: Mapping[str, Any]) -> 
     connection.execute(_NEW, row)
 
 
-def _facts_key(turn: str) -> bytes:
-    return hashlib.blake2b(turn.encode(), digest_size=32, person=b"ssmd.facts.1").digest()
+def _facts_key(turn: str, part: str = "") -> bytes:
+    name = f"{turn} {part}" if part else turn
+    return hashlib.blake2b(name.encode(), digest_size=32, person=b"ssmd.facts.1").digest()
 
 
 def said_in_reply(row: Any) -> tuple[list[str], dict[str, Any]] | None:
@@ -141,6 +153,8 @@ def insert_reply(
         facts = dict(reply.facts)
         if "usage" in facts:
             facts["usage"] = {**facts["usage"], "state_stored": state_stored}
+        if (blocks := blocks_of(turns[0])) is not None:
+            facts["blocks"] = blocks
         write_facts(connection, names[0], facts)
 
 

@@ -15,6 +15,9 @@ from ssmd.sessions.line import Line
 from ssmd.sessions.match import Echo, continues
 from ssmd.sessions.rows import replies, sessions, turns
 from ssmd.sessions.rows.checkpoints import find
+from ssmd.sessions.rows.conversations import Conversation, Entry, read_conversation, read_entries
+from ssmd.sessions.rows.excerpts import read_answer, read_block
+from ssmd.sessions.rows.paths import TurnPath
 from ssmd.sessions.rows.schema import by, checkpoint, seen, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
@@ -76,13 +79,33 @@ class Snapshot:
         """Read one turn. Raises UnknownSession."""
         return turns.read_turn(self._connection, turn_id)
 
+    def said(self, turn_ids: Sequence[str]) -> Mapping[str, Sequence[Message]]:
+        """Read only the messages of some turns, by id, each turn's answer last. Missing turns are left out."""
+        return turns.read_said(self._connection, turn_ids)
+
+    def block(self, turn_id: str, blocks: Mapping[str, Any], number: int) -> tuple[Message, ...]:
+        """Read some messages of a long turn. blocks: of its facts."""
+        return read_block(self._connection, turn_id, blocks, number)
+
+    def answer(self, turn_id: str, blocks: Mapping[str, Any]) -> Message:
+        """Read the answer of a long turn. blocks: of its facts."""
+        return read_answer(self._connection, turn_id, blocks)
+
+    def conversation(self, name: str) -> Conversation:
+        """Read a conversation. Raises UnknownSession."""
+        return read_conversation(self._connection, name, self._domain)
+
+    def entries(self, one: Conversation, numbers: Sequence[int]) -> list[Entry]:
+        """Read entries of a conversation, in the order of `numbers`. Those that do not exist are left out."""
+        return read_entries(self._connection, one, numbers)
+
     def path(self, turn_id: str) -> list[Turn]:
         """Read the turns from the root to this one. Raises UnknownSession."""
         return turns.read_path(self._connection, turn_id)
 
-    def path_ids(self, turn_id: str) -> list[str]:
-        """Return the ids of the turns from the root to this one, without reading them; [] if there is no such turn."""
-        return turns.read_path_ids(self._connection, turn_id)
+    def places(self, turn_id: str) -> TurnPath:
+        """Return the path from the root to a turn, whose turns are read as they are needed."""
+        return TurnPath(self._connection, turn_id)
 
     def facts(self, turn_ids: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
         """Return the facts that are kept with turns, by turn, for those that have some."""

@@ -30,6 +30,7 @@ _t = turn_table.c
 _UNSEALED = {"seq", "session", "owner", "checksum"}  # may change when a turn is handed to another session
 _SEALED = [c.name for c in turn_table.columns if c.name not in _UNSEALED]
 _ONE = select(turn_table).where(_t.id == bindparam("turn"))
+_SAID = select(_t.id, _t["items"], _t.answer).where(_t.id.in_(bindparam("turns", expanding=True)))
 _PATH_IDS = select(_t.id).where(_t.id.in_(tree.above(bindparam("turn")))).order_by(_t.depth)
 _PATH = select(turn_table).where(_t.id.in_(tree.above(bindparam("turn")))).order_by(_t.depth)
 
@@ -79,22 +80,37 @@ def as_they_are(connection: Connection) -> Iterator[None]:
 
 def seal(values: Mapping[str, Any]) -> bytes:
     """Return the checksum of a row of `turn`: xxh3-128 over the columns that only a rewrite changes, in their order."""
-    running = xxhash.xxh3_128()
+    parts: list[bytes] = []
     for name in _SEALED:
         value = values[name]
-        if isinstance(value, str):
+        kind = type(value)
+        if kind is bytes:
+            parts += (b"b%d:" % len(value), value)
+        elif kind is str:
             value = value.encode("utf-8", "surrogateescape")
-            kind = b"s"
+            parts += (b"s%d:" % len(value), value)
         else:
-            kind = b"b" if isinstance(value, bytes) else b"v"
-            value = value if isinstance(value, bytes) else repr(int(value) if value in (0, 1) else value).encode()
-        running.update(b"%s%d:" % (kind, len(value)) + value)
-    return running.digest()
+            whole = kind is int or value in (0, 1)
+            value = b"%d" % value if whole else repr(value).encode()
+            parts += (b"v%d:" % len(value), value)
+    return xxhash.xxh3_128_digest(b"".join(parts))
 
 
 def read_turn(connection: Connection, turn_id: str) -> Turn:
     """Read one turn. Raises UnknownSession if no turn has that id."""
     return next(iter(_read(connection, _ONE, turn_id)))
+
+
+def read_said(connection: Connection, turn_ids: Sequence[str]) -> dict[str, tuple[Message, ...]]:
+    """Read only the messages of some turns, by id, each turn's answer last. Turns that cannot be read are left out."""
+    with as_they_are(connection):
+        rows = connection.execute(_SAID, {"turns": list(turn_ids)}).all()
+    found: dict[str, tuple[Message, ...]] = {}
+    for name, items, answer in rows:
+        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):  # it was altered
+            given, answered = said_in(items, answer)
+            found[name] = (*given, answered)
+    return found
 
 
 def read_above(connection: Connection, turn: Turn) -> Turn | None:
@@ -129,8 +145,11 @@ def _read(connection: Connection, query: Any, turn_id: str) -> list[Turn]:
 
 
 def read_beginnings(connection: Connection, lineage: str, most: int) -> list[tuple[str, Line]]:
-    """Read (owner, ids) of the newest first turns of conversations with a model, at most so many, the oldest first."""
-    newest = select(turn_table).where(_t.parent.is_(None)).order_by(_t.seq.desc()).limit(most)
+    """Read (owner, ids) of the newest first turns of conversations with a model, at most so many, the oldest first.
+
+    Turns without an input are passed over: they have no prompt.
+    """
+    newest = select(turn_table).where(_t.parent.is_(None), _t.length > 1).order_by(_t.seq.desc()).limit(most)
     with as_they_are(connection):
         rows = connection.execute(newest).all()
     turns = [(as_text(row.owner), turn_of(row)) for row in reversed(rows) if row.lineage == lineage]

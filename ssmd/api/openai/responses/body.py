@@ -26,6 +26,8 @@ from ssmd.api.openai.structured import of_schema
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.model.defaults import Defaults
+from ssmd.sessions.rows.conversations import Conversation
+from ssmd.text.messages import Message
 from ssmd.text.template import NOTHING_MORE, TemplateInput
 
 MAX_ID = 128  # characters of an id
@@ -34,7 +36,6 @@ _ENCRYPTED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logp
 # Fields that would change the answer, each with the values that ask for nothing.
 REFUSED: Neutral = {
     **NOT_BUILT,
-    "conversation": (None,),
     "functions": (None, []),
     "logprobs": (None, False),
     "max_completion_tokens": (None,),
@@ -51,6 +52,7 @@ class ResponsesBody(AnswerBody):
     input: Any = None
     instructions: str | None = None
     max_output_tokens: Limit | None = None
+    conversation: Any = None
     previous_response_id: Annotated[str, Field(min_length=1, max_length=MAX_ID)] | None = None
     tools: Any = None
     tool_choice: Any = None
@@ -72,16 +74,16 @@ class ResponseRequest:
     tools: ResponseTools
     encrypts: bool  # reasoning comes as `encrypted_content` too
     echo: Mapping[str, Any]
+    conversation: Conversation | None  # that it goes on from, as it was read
+    given: int  # messages of the request itself, its instructions included
 
 
 def read_response(fields: Mapping[str, Any]) -> ResponsesBody:
     """Read the fields of a request. Raises Rejection that names a wrong, unknown or unsupported one."""
-    if fields.get("conversation") is not None:
-        both = fields.get("previous_response_id") is not None
-        said = "and previous_response_id cannot both be sent" if both else "is not supported here"
+    if fields.get("conversation") is not None and fields.get("previous_response_id") is not None:
         raise Rejection(
-            f"conversation {said}: leave it out, and go on from a response by its id in previous_response_id",
-            code="unsupported_parameter",
+            "Mutually exclusive parameters: conversation and previous_response_id cannot both be sent; leave one out",
+            code="mutually_exclusive_parameters",
             param="conversation",
         )
     if fields.get("background"):
@@ -111,11 +113,15 @@ def to_request(
     stored responses; None: none are stored.
     """
     history = History(None) if history is None else history
-    before, session = (
-        ((), body.session) if body.previous_response_id is None else history.before(body.previous_response_id)
-    )
+    before, session, conversation = tuple[Message, ...](), body.session, None
+    if body.conversation is not None:
+        before, conversation = history.conversation(_read_conversation(body.conversation))
+        session = conversation.id
+    elif body.previous_response_id is not None:
+        before, session = history.before(body.previous_response_id)
     if body.session not in (None, session):
-        said = "session and previous_response_id name different sessions; send one of them"
+        named = "previous_response_id" if conversation is None else "conversation"
+        said = f"session and {named} name different sessions; send one of them"
         raise Rejection(said, code="invalid_value", param="session")
     messages = read_input(body.instructions, body.input, unread, dropped, before=before, stored=history.item)
     tools = read_tools(body.tools, unread)
@@ -159,13 +165,25 @@ def to_request(
         "top_p": request.sampling.top_p,
         "truncation": "auto" if request.truncate else "disabled",
     }
-    return ResponseRequest(request, tools, _ENCRYPTED in included, echo)
+    if conversation is not None:
+        request = replace(request, conversation=conversation.id)
+        echo["conversation"] = {"id": conversation.id}
+    return ResponseRequest(request, tools, _ENCRYPTED in included, echo, conversation, len(messages) - len(before))
 
 
 def variables_of(body: ResponsesBody) -> dict[str, str]:
     """Return the fields that only set a variable of the chat template, each with the variable's name."""
     effort = body.reasoning.get("effort") if isinstance(body.reasoning, dict) else None
     return {} if effort in (None, "none") else {"reasoning.effort": "reasoning_effort"}
+
+
+def _read_conversation(value: Any) -> str:
+    """Return the id of a conversation, which is given alone or in an object."""
+    where = "conversation.id" if isinstance(value, dict) else "conversation"
+    id_ = value.get("id") if isinstance(value, dict) else value
+    if not isinstance(id_, str) or not 1 <= len(id_) <= MAX_ID:
+        _wrong(where, "must be the id of a conversation", id_)
+    return id_
 
 
 def _read_reasoning(value: Any, unread: set[str]) -> tuple[str | None, dict[str, Any], int | None]:

@@ -15,7 +15,14 @@ from ssmd.api.generate.answer import ParsedRequest, Read
 from ssmd.api.http.keys import caller_of
 from ssmd.api.openai.fields import Fields
 from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
-from ssmd.api.openai.responses.body import REFUSED, ResponsesBody, read_response, to_request, variables_of
+from ssmd.api.openai.responses.body import (
+    REFUSED,
+    ResponseRequest,
+    ResponsesBody,
+    read_response,
+    to_request,
+    variables_of,
+)
 from ssmd.api.openai.responses.state import History, facts_of
 from ssmd.api.openai.responses.tools import ResponseTools
 from ssmd.api.openai.tokenize import MAX_TOKENS, TextEndpoints
@@ -98,10 +105,15 @@ def _read(
         origins=asked.tools.origins or {},
         encrypts=asked.encrypts,
     )
+    if asked.conversation is not None and not (request.store and host.keeps):
+        said = "conversation: a response with store: false is not kept, so it cannot be added; leave store out"
+        raise Rejection(said, code="invalid_value", param="store")
     if request.store:
         first = request.messages[0]  # known volatile text may be left out at its beginning, or all of it
         instructed = first.role == "system" and (body.instructions or "").endswith(first.content)
         facts = facts_of(form, instructed=instructed)
+        if asked.conversation is not None:
+            facts["conversation"] = _place(asked, body.input, instructed=instructed)
         if len(echo) > MAX_KEPT_CHARS and len(encoded(facts["echo"])) > MAX_KEPT_CHARS:
             said = f"text and tool_choice have more than {MAX_KEPT_CHARS} characters, which a stored response keeps"
             raise Rejection(f"{said}; send store: false", code="invalid_value", param="text")
@@ -119,7 +131,18 @@ def _read(
         variables=variables_of(body),
         placed=partial(_placed, asked.tools),
         named=sorting.named,
+        check=None if asked.conversation is None else partial(history.check, asked.conversation),
     )
+
+
+def _place(asked: ResponseRequest, given: Any, *, instructed: bool) -> dict[str, Any]:
+    """Return the place of a response in its conversation, as its facts keep it."""
+    assert asked.conversation is not None
+    messages = asked.request.messages
+    own = asked.given - instructed - (messages[-1].role == "assistant")  # a beginning of the answer is part of that
+    results = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+    custom = [item["call_id"] for item in results if item.get("type") == "custom_tool_call_output"]
+    return {"id": asked.conversation.id, "entry": asked.conversation.entries + 1, "given": own, "custom": custom}
 
 
 def _placed(tools: ResponseTools, error: Rejection) -> Rejection:

@@ -96,12 +96,39 @@ def read_input(
     return tuple(reader.messages)
 
 
+def read_items(
+    value: Sequence[Any],
+    *,
+    param: str = "items",
+    before: Sequence[Message] = (),
+    stored: Callable[[str, str], dict[str, Any]] | None = None,
+) -> tuple[Message, ...]:
+    """Read items that a model may read later. Raises Rejection whose param is a path like items[2].content.
+
+    param: the name of the list. before, stored: as of `read_input`. Returns the messages of both, one after the other.
+    """
+    reader = _Reader(set(), None, stored, param)
+    reader.go_on(before)
+    for i, item in enumerate(value):
+        if isinstance(item, dict) and isinstance(item.get("type"), str) and item["type"] in _LEFT_OUT:
+            what = f"{param}[{i}]: an item of type {brief(item['type'])} cannot be kept: no model here reads it"
+            raise Rejection(what, code="unsupported_parameter", param=f"{param}[{i}]")
+        reader.item(item, i)
+    reader.end_answer()
+    return tuple(reader.messages)
+
+
 class _Reader:
-    """Reads items one after the other. ignored, dropped: as in read_input."""
+    """Reads items one after the other. ignored, dropped: as in read_input. param: the name of their list."""
 
     def __init__(
-        self, ignored: set[str], dropped: set[str] | None, stored: Callable[[str, str], dict[str, Any]] | None
+        self,
+        ignored: set[str],
+        dropped: set[str] | None,
+        stored: Callable[[str, str], dict[str, Any]] | None,
+        param: str = "input",
     ) -> None:
+        self._param = param
         self.messages: list[Message] = []
         self._ignored, self._dropped, self._stored = ignored, dropped, stored
         self._calls: set[str] = set()  # ids of the calls so far
@@ -122,7 +149,7 @@ class _Reader:
             if role == "user":
                 self._say("user", item["content"])
                 return
-        where = f"input[{index}]"
+        where = f"{self._param}[{index}]"
         if not isinstance(item, dict):
             _wrong(where, "must be an item, an object", item)
         kind = item.get("type", "message")

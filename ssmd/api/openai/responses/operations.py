@@ -1,4 +1,4 @@
-"""The operations of OpenAI's responses."""
+"""The operations of OpenAI's responses and conversations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from starlette.responses import Response
 from ssmd.api.openai.operations import KEEP, LIMIT
 from ssmd.api.openai.responses import body as responses_body
 from ssmd.api.openai.responses import create
+from ssmd.api.openai.responses.conversations import (
+    MAX_ADDED,
+    AddedItemsBody,
+    ConversationBody,
+    Conversations,
+    DescriptionBody,
+)
 from ssmd.api.openai.responses.create import InputTokens
-from ssmd.api.openai.responses.state import MAX_ITEMS, StoredResponses
-from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Endpoint, Operation, RequestBody, Schema, Service
+from ssmd.api.openai.responses.state import StoredResponses
+from ssmd.api.openai.responses.stored import MAX_ITEMS
+from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, SPACE, Endpoint, Operation, RequestBody, Schema, Service
 from ssmd.engine.terms import Rejection
 
 _ITEMS: Schema = {
@@ -25,11 +33,19 @@ _TOOLS: Schema = {
     "type": "array",
     "items": {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},
 }
+_ADDED: Schema = {"type": "array", "maxItems": MAX_ADDED, "items": {"type": "object"}}
+_PAGE: dict[str, Schema] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+}
+_CONVERSATION = "/v1/conversations/{id}"
 _RESPONSE = RequestBody(
     responses_body.ResponsesBody,
     responses_body.REFUSED,
     {
         "input": _ITEMS,
+        "conversation": {"type": ["string", "object", "null"]},
         "tools": _TOOLS,
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]},
         "reasoning": {"type": ["object", "null"], "properties": {"effort": {"enum": list(responses_body.EFFORTS)}}},
@@ -147,11 +163,105 @@ OPERATIONS = (
         pool="store",
         answer="ItemPage",
         errors=GONE,
-        query={
-            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_ITEMS, "default": 20},
-            "order": {"enum": ["asc", "desc"], "default": "desc"},
-            "after": {"type": "string"},
-        },
+        query=_PAGE,
+        any_base=True,
+    ),
+    Operation(
+        "POST",
+        "/v1/conversations",
+        lambda on: on.one(Conversations).create,
+        "Conversations",
+        "A new conversation",
+        about="a new [conversation](responses.md#conversations), with its first items if it has some",
+        pool="store",
+        answer="Conversation",
+        errors=BODY | GONE | SPACE,
+        body=RequestBody(ConversationBody, more={"items": _ADDED}, optional=True),
+        any_base=True,
+    ),
+    Operation(
+        "GET",
+        _CONVERSATION,
+        lambda on: on.one(Conversations).get,
+        "Conversations",
+        "A conversation",
+        pool="store",
+        answer="Conversation",
+        errors=GONE,
+        any_base=True,
+    ),
+    Operation(
+        "POST",
+        _CONVERSATION,
+        lambda on: on.one(Conversations).update,
+        "Conversations",
+        "Give a conversation other metadata",
+        about="gives a conversation other metadata",
+        pool="store",
+        answer="Conversation",
+        errors=BODY | GONE | SPACE,
+        body=RequestBody(DescriptionBody),
+        any_base=True,
+    ),
+    Operation(
+        "DELETE",
+        _CONVERSATION,
+        lambda on: on.one(Conversations).delete,
+        "Conversations",
+        "Delete a conversation",
+        about="deletes a conversation with its text and its responses",
+        pool="store",
+        answer="DeletedConversation",
+        errors=GONE,
+        any_base=True,
+    ),
+    Operation(
+        "GET",
+        f"{_CONVERSATION}/items",
+        lambda on: on.one(Conversations).items,
+        "Conversations",
+        "The items of a conversation",
+        about="the items of a conversation, in pages",
+        pool="store",
+        answer="ItemPage",
+        errors=GONE,
+        query=_PAGE,
+        any_base=True,
+    ),
+    Operation(
+        "POST",
+        f"{_CONVERSATION}/items",
+        lambda on: on.one(Conversations).add,
+        "Conversations",
+        "Add items to a conversation",
+        about=f"adds up to {MAX_ADDED} items to a conversation, and answers with them",
+        pool="store",
+        answer="ItemPage",
+        errors=BODY | GONE | SPACE,
+        body=RequestBody(AddedItemsBody, more={"items": _ADDED}),
+        any_base=True,
+    ),
+    Operation(
+        "GET",
+        f"{_CONVERSATION}/items/{{item}}",
+        lambda on: on.one(Conversations).item,
+        "Conversations",
+        "An item of a conversation",
+        pool="store",
+        answer="Item",
+        errors=GONE,
+        any_base=True,
+    ),
+    Operation(
+        "DELETE",
+        f"{_CONVERSATION}/items/{{item}}",
+        lambda on: on.one(Conversations).remove,
+        "Conversations",
+        "Leave an item out of a conversation",
+        about="leaves an item out of a conversation, and answers with the conversation",
+        pool="store",
+        answer="Conversation",
+        errors=GONE | SPACE,
         any_base=True,
     ),
 )

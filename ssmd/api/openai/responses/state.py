@@ -8,34 +8,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ssmd.api.generate.answer import ResponseInfo
 from ssmd.api.generate.fair_reading import client_of
-from ssmd.api.http.body import StrictModel, brief, object_with, validate
+from ssmd.api.generate.in_flight import LOCKED
+from ssmd.api.http.body import brief, validate
 from ssmd.api.http.keys import caller_of
 from ssmd.api.openai.responses.answer import ResponseForm, ending, response_id, usage_of
+from ssmd.api.openai.responses.items import read_items
+from ssmd.api.openai.responses.stored import ITEM_ID, ConversationItems, Page, ResponseItems, given_in, output_of
 from ssmd.api.openai.responses.tools import ToolOrigin
 from ssmd.api.operation import Service
 from ssmd.engine.request import Usage, turn_of
 from ssmd.engine.terms import Rejection
+from ssmd.sessions.rows.conversations import ADDED, Conversation
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, Turn, UnknownSession, conversation
-from ssmd.text.messages import THINK_END, Message
+from ssmd.text.messages import Message
 
 Item = dict[str, Any]
 Result = TypeVar("Result")
-MAX_ITEMS = 100  # of a page
 MAX_REFERRED_CHARS = 16 << 20  # of the items that a request refers to, and of the turns that are read for them
 _ID = re.compile(r"resp_(gen_[0-9a-f]{24})")
-_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})_[0-9i_]{1,16}")
 _WITHDRAWN: Mapping[str, Any] = {"withdrawn": True}  # facts of a response that was deleted while others follow on it
 _PREVIOUS = "previous_response_id"
 
@@ -73,17 +74,42 @@ class History:
         try:
             with self._store.snapshot() as stored:
                 found, facts = _found(stored, turn)
-                path = stored.path(turn)
+                return _before(stored, turn, facts), found.session
         except UnknownSession:
             raise unknown from None
         except StoreError as err:
             raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
-        messages = conversation(path)
-        return messages[1:] if facts.get("instructed") else messages, found.session
+
+    def conversation(self, name: str) -> tuple[tuple[Message, ...], Conversation]:
+        """Return all messages of a conversation, and its facts. Raises Rejection."""
+        unknown = no_conversation(name, self._store, "conversation")
+        if self._store is None:
+            raise unknown
+        try:
+            with self._store.snapshot() as stored:
+                one = stored.conversation(name)
+                return messages_in(stored, one), one
+        except UnknownSession:
+            raise unknown from None
+        except StoreError as err:
+            raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
+
+    def check(self, one: Conversation) -> None:
+        """Check that a conversation has no more entries than it had. Raises Rejection."""
+        if self._store is None:
+            return
+        try:
+            with self._store.snapshot() as stored:
+                if stored.conversation(one.id).entries != one.entries:
+                    raise LOCKED
+        except UnknownSession:
+            raise no_conversation(one.id, self._store, "conversation") from None
+        except StoreError as err:
+            raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
 
     def item(self, item_id: str, param: str) -> Item:
         """Return an item of a stored response. Raises Rejection."""
-        found = _ITEM_ID.fullmatch(item_id)
+        found = ITEM_ID.fullmatch(item_id)
         unknown = Rejection(
             f"Item with id {brief(item_id)} not found. Items are not persisted when `store` is set to false: send the "
             f"item itself.{_why(self._store)}",
@@ -108,8 +134,11 @@ class History:
         """Return the items of a turn by id. Raises Rejection, UnknownSession and StoreError."""
         if name != self._turn:
             with store.snapshot() as stored:
-                turn, facts = _found(stored, name)
-            self._turn, self._items = name, {one["id"]: one for one in (*_given(turn, facts), *_output(turn, facts))}
+                turn, facts = _found(stored, name, added=True)
+            self._turn, self._items = (
+                name,
+                {one["id"]: one for one in (*given_in(turn, facts), *output_of(turn, facts))},
+            )
             for one in self._items.values():
                 self._count(one, param)
         return self._items
@@ -124,15 +153,6 @@ class History:
                 code="invalid_value",
                 param=param,
             )
-
-
-class _Page(StrictModel):
-    """Query parameters of a part of a list."""
-
-    model_config = ConfigDict(strict=False)  # query parameters are text
-    limit: Annotated[int, Field(ge=1, le=MAX_ITEMS)] = 20
-    order: Literal["asc", "desc"] = "desc"
-    after: Annotated[str, Field(max_length=128)] | None = None
 
 
 class StoredResponses:
@@ -163,8 +183,8 @@ class StoredResponses:
 
         def remove(store: Store) -> Response:
             with store.snapshot() as stored:
-                turn, _ = _found(stored, _known(id_))
-            store.remove_turn(turn.id, _WITHDRAWN)
+                turn, facts = _found(stored, _known(id_))
+            store.remove_turn(turn.id, {**facts, **_WITHDRAWN} if "conversation" in facts else _WITHDRAWN)
             return JSONResponse({"id": id_, "object": "response.deleted", "deleted": True})
 
         return await self._ask(request, remove)
@@ -184,13 +204,13 @@ class StoredResponses:
 
     async def input_items(self, request: HttpRequest) -> Response:
         """Answer with a page of the items that a response's model read, instructions left out."""
-        known = {name: value for name, value in request.query_params.items() if name in _Page.model_fields}
-        page, id_ = validate(_Page, known), request.path_params["id"]
+        known = {name: value for name, value in request.query_params.items() if name in Page.model_fields}
+        page, id_ = validate(Page, known), request.path_params["id"]
 
         def listed(store: Store) -> Response:
             with store.snapshot() as stored:
                 turn, facts = _found(stored, _known(id_))
-                return _Items(stored, turn, facts).page(page)
+                return ResponseItems(stored, turn.id, facts).page(page)
 
         return await self._ask(request, listed)
 
@@ -224,12 +244,44 @@ class StoredResponses:
             raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
 
 
-def _found(stored: Snapshot, turn_id: str) -> tuple[Turn, Mapping[str, Any]]:
-    """Return the turn of a response and its facts. Raises UnknownSession if it is unknown, hidden or deleted."""
+def no_conversation(name: str, store: Store | None, param: str | None = None) -> Rejection:
+    """Build the error for a conversation that is not there, or another key's."""
+    said = f"Conversation with id {brief(name)} not found.{_why(store)}"
+    return Rejection(said, status=404, code="conversation_not_found", param=param)
+
+
+def messages_in(stored: Snapshot, one: Conversation) -> tuple[Message, ...]:
+    """Return all messages of a conversation. Raises Rejection, UnknownSession and StoreError.
+
+    Those up to the last response stand in the turns above it. If an item was deleted among them, all are read from the
+    list.
+    """
+    messages: tuple[Message, ...] = ()
+    first = 0
+    if one.whole is not None:
+        first, turn = one.whole
+        messages = _before(stored, turn, stored.facts([turn]).get(turn, {}))
+    if first == one.entries:
+        return messages
+    items = ConversationItems(stored, one).items(first)
+    return read_items(list(items), before=messages, param="conversation")
+
+
+def _before(stored: Snapshot, turn: str, facts: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Return the conversation up to a turn, without its instructions. Raises UnknownSession."""
+    messages = conversation(stored.path(turn))
+    return messages[1:] if facts.get("instructed") else messages
+
+
+def _found(stored: Snapshot, turn_id: str, *, added: bool = False) -> tuple[Turn, Mapping[str, Any]]:
+    """Return the turn of a response and its facts. Raises UnknownSession if it is unknown, hidden or deleted.
+
+    added: or the turn of items that a client added to a conversation.
+    """
     turn = stored.turn(turn_id)
     stored.info(turn.session)
     facts = stored.facts([turn_id]).get(turn_id, {})
-    if not facts or facts.get("withdrawn"):
+    if (not facts and not (added and turn.finish == ADDED)) or facts.get("withdrawn"):
         raise UnknownSession(f"there is no response of turn {turn_id!r}")
     return turn, facts
 
@@ -256,7 +308,7 @@ def _response(id_: str, turn: Turn, facts: Mapping[str, Any], instructions: str 
     """Return a stored response as it was answered; its tools are not kept."""
     usage = Usage(**facts["usage"])
     status, why = ending(facts["finish_reason"], usage) if turn.complete else ("incomplete", "stopped")
-    output = list(_output(turn, facts))
+    output = list(output_of(turn, facts))
     if why is not None and output:
         output[-1] = {**output[-1], "status": "incomplete"}
     head = ResponseInfo(id_, facts["created"], turn.session)
@@ -276,119 +328,3 @@ def _response(id_: str, turn: Turn, facts: Mapping[str, Any], instructions: str 
         "tools": [],
         "usage": usage_of(usage, head),
     }
-
-
-def _digits(turn: Turn) -> str:
-    return turn.id.partition("_")[2]
-
-
-def _form(facts: Mapping[str, Any]) -> ResponseForm:
-    """Return the form of a turn's items: calls get the names that their client gave its tools."""
-    origins = {flat: ToolOrigin(*origin) for flat, origin in facts.get("origins", {}).items()}
-    return ResponseForm(model="", echo={}, store=True, origins=origins, encrypts=False)
-
-
-def _output(turn: Turn, facts: Mapping[str, Any]) -> Iterator[Item]:
-    """Yield the items of a turn's answer, without a beginning that the client wrote."""
-    answer, begun = turn.answer, facts.get("begun", 0)
-    yield from _answer(answer.content[begun:], answer, _form(facts), _digits(turn))
-
-
-def _answer(content: str, answer: Message, form: ResponseForm, digits: str) -> Iterator[Item]:
-    count = 0
-    if answer.reasoning:
-        yield form.reasoning(f"{digits}_0", answer.reasoning)
-        count = 1
-    text = content.rpartition(THINK_END)[2].lstrip("\n") if THINK_END in content else content
-    if text or not answer.tool_calls:
-        yield form.message(f"{digits}_{count}", text)
-        count += 1
-    for i, call in enumerate(answer.tool_calls, count):
-        yield form.call(f"{digits}_{i}", call.id, call.name, call.arguments)
-
-
-def _given(turn: Turn, facts: Mapping[str, Any]) -> Iterator[Item]:
-    """Yield the items of a turn's input."""
-    form, custom = _form(facts), _custom_calls(turn, facts)
-    for i, message in enumerate(turn.messages):
-        yield from _said(message, form, f"{_digits(turn)}_i{i}", custom)
-
-
-def _custom_calls(turn: Turn, facts: Mapping[str, Any]) -> set[str]:
-    """Return the ids of the calls of custom tools in a turn."""
-    names = {flat for flat, origin in facts.get("origins", {}).items() if origin[0] == "custom"}
-    return {c.id for m in turn.conversation for c in m.tool_calls if c.name in names}
-
-
-def _said(message: Message, form: ResponseForm, digits: str, custom: set[str]) -> Iterator[Item]:
-    """Yield the items of a message of the input."""
-    if message.tool_call_id is not None:
-        kind = "custom_tool_call_output" if message.tool_call_id in custom else "function_call_output"
-        prefix = "ctco" if kind.startswith("custom") else "fco"
-        fields = {"call_id": message.tool_call_id, "output": message.content}
-        yield {"id": f"{prefix}_{digits}", "type": kind, "status": "completed", **fields}
-    elif message.role == "assistant":
-        yield from _answer(message.content, message, form, digits)
-    else:
-        part = {"type": "input_text", "text": message.content}
-        yield form.item("message", digits, role=message.role, content=[part])
-
-
-class _Items:
-    """The items that a response's model read: those of its path but for the last answer, and its instructions.
-
-    Turns are read as a page needs them, so that a page of a long conversation costs as much as one of a short one.
-    """
-
-    def __init__(self, stored: Snapshot, turn: Turn, facts: Mapping[str, Any]) -> None:
-        self._stored, self._instructed = stored, bool(facts.get("instructed"))
-        self._ids = stored.path_ids(turn.id)
-
-    def page(self, page: _Page) -> Response:
-        """Return a page of the list. Raises Rejection if `after` names no item of it."""
-        at, last, step = 0, len(self._ids) - 1, 1 if page.order == "asc" else -1
-        skipped = page.after is not None
-        if page.after is not None:
-            found = _ITEM_ID.fullmatch(page.after)
-            name = "" if found is None else f"turn_{found[1]}"
-            at = self._ids.index(name) if name in self._ids else -1
-        elif page.order == "desc":
-            at = last
-        data: list[Item] = []
-        while 0 <= at <= last and len(data) <= page.limit:
-            items = self._of(at)[::step]
-            if skipped:
-                place = next((i for i, item in enumerate(items) if item["id"] == page.after), None)
-                if place is None:
-                    break
-                items, skipped = items[place + 1 :], False
-            data += items
-            at += step
-        if skipped:
-            said = f"after: there is no item {brief(page.after)} in this list"
-            raise Rejection(said, code="invalid_value", param="after")
-        more, data = len(data) > page.limit, data[: page.limit]
-        fields = {
-            "object": "list",
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
-            "has_more": more,
-        }
-        return Response(object_with("data", data, fields), media_type="application/json")
-
-    def _of(self, at: int) -> list[Item]:
-        """Return the items of a turn of the path."""
-        turn, facts = self._read(at)
-        custom = _custom_calls(turn, facts)
-        if at and any(message.tool_call_id for message in turn.messages):
-            custom |= _custom_calls(*self._read(at - 1))
-        messages = turn.messages[1:] if self._instructed and at == 0 else turn.messages
-        form, start, digits = _form(facts), len(turn.messages) - len(messages), _digits(turn)
-        items = [
-            item for i, message in enumerate(messages, start) for item in _said(message, form, f"{digits}_i{i}", custom)
-        ]
-        return items if at == len(self._ids) - 1 else [*items, *_output(turn, facts)]
-
-    def _read(self, at: int) -> tuple[Turn, Mapping[str, Any]]:
-        id_ = self._ids[at]
-        return self._stored.turn(id_), self._stored.facts([id_]).get(id_, {})
