@@ -2,7 +2,7 @@
 
 The file named by SCRIPTED_ANSWERS is a list of texts in JSON. Each prompt takes the next one, also after a restart: the
 taken ones are removed from the file. When none is left, the model goes on as it likes. A load takes SCRIPTED_LOAD_S
-seconds more.
+seconds more. A prompt of less than SCRIPTED_LEAST tokens takes none, and gets SIDE_ANSWER: agents ask for titles so.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ssmd.runtime.protocol import Handle, Logits, get_runtime
 from ssmd.text.tokenizer import Tokenizer
 
 BASE = "litert"
+SIDE_ANSWER = "A title"
 
 
 class ScriptedRuntime:
@@ -44,11 +45,15 @@ class _FromFile(Saying):
         super().__init__(program)
         self._tokenizer, self._stop, self._file = tokenizer, stop, file
         self._line_end = int(tokenizer.encode("\n")[-1])
+        self._least = int(os.environ.get("SCRIPTED_LEAST", "0"))
 
     def decode(self, handles: Sequence[Handle], tokens: Sequence[int]) -> Logits:
         for handle, token in zip(handles, tokens, strict=True):
             if id(handle) not in self._told:  # a chat's prompt ends with a line, a warm-up's tokens do not
-                script = self._taken() if token == self._line_end else []
+                script: list[int] = []
+                if token == self._line_end:
+                    long = self._program.position(handle) >= self._least
+                    script = self._taken() if long else self._tokens(SIDE_ANSWER)
                 self._told[id(handle)] = (handle, script, 0)
         return super().decode(handles, tokens)
 
@@ -57,4 +62,7 @@ class _FromFile(Saying):
         if first is None:
             return []
         self._file.write_text(json.dumps(rest), "utf-8")
-        return [*self._tokenizer.encode(first), self._stop]
+        return self._tokens(first)
+
+    def _tokens(self, text: str) -> list[int]:
+        return [*self._tokenizer.encode(text), self._stop]
