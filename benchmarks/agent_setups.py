@@ -37,7 +37,7 @@ ENVIRONMENTS: Mapping[str, tuple[str, ...]] = {
     "python": (
         *("openai==3.57.0", "anthropic==2.14.0", "ollama==0.6.3", "openai-agents==0.24.0", "llm==0.36"),
         *("langchain-openai==1.7.4", "langchain-ollama==1.1.0", "langchain-anthropic==1.7.10", "litellm==1.110.2"),
-        "pydantic-ai-slim[openai,anthropic]==2.68.0",
+        *("pydantic-ai-slim[openai,anthropic]==2.68.0", "langchain-tests==1.1.9"),
     ),
 }
 
