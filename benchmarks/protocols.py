@@ -110,7 +110,7 @@ def measure(daemon: DaemonProcess, rounds: int, tokens: int) -> dict[str, list[t
 
 def show(times: dict[str, list[tuple[float, float]]]) -> None:
     print("| protocol | first turn, ms | ratio | next turn, ms | ratio |\n| --- | --- | --- | --- | --- |")
-    for name, rounds in times.items():
+    for name, rounds in ((name, times[name]) for name in PROTOCOLS):
         cells = [name]
         for turn in (0, 1):
             ratios = [one[turn] / chat[turn] for one, chat in zip(rounds, times["chat"], strict=True)]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from saying import Saying
 
 from ssmd.runtime import Artifact, Device, Program
@@ -56,6 +57,22 @@ class _FromFile(Saying):
                     script = self._taken() if long else self._tokens(SIDE_ANSWER)
                 self._told[id(handle)] = (handle, script, 0)
         return super().decode(handles, tokens)
+
+    def prefill(self, handle: Handle, tokens: Sequence[int]) -> Logits:
+        """Follow the tokens that a grammar forced: the script goes on behind their text."""
+        row = self._program.prefill(handle, tokens)
+        if id(handle) not in self._told:
+            return row
+        _, script, at = self._told[id(handle)]
+        left, fed = (self._text(ids) for ids in (script[at - 1 :], tokens))
+        rest = self._tokens(left.removeprefix(fed))
+        self._told[id(handle)] = (handle, rest, 1)
+        row = np.array(row)
+        row[..., rest[0]] = float(np.max(row)) + 1000
+        return row
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self._tokenizer.token_bytes, (one for one in tokens if one != self._stop))).decode()
 
     def _taken(self) -> list[int]:
         first, *rest = json.loads(self._file.read_text("utf-8")) or [None]
