@@ -185,11 +185,11 @@ def _qwen_messages(place: Place) -> Run:
     return Run([kept], {**run.environment, **own}, run.files)
 
 
-def _cline(place: Place, provider: str = "openai", path: str = "/v1") -> Run:
+def _cline(place: Place) -> Run:
     own = ("--data-dir", str(place.home / "cline"))
-    known = ("-p", provider, "-k", KEY, "-m", place.model, "-b", f"{place.url}{path}")
+    known = ("-p", "openai", "-k", KEY, "-m", place.model, "-b", f"{place.url}/v1")
     program = place.program("cline")
-    return Run([[program, "auth", *known, *own], [program, "-P", provider, "-m", place.model, *own, PROMPT]])
+    return Run([[program, "auth", *known, *own], [program, "-P", "openai", "-m", place.model, *own, PROMPT]])
 
 
 def _continue(place: Place) -> Run:
@@ -244,12 +244,8 @@ def _agents() -> list[Client]:
         agent("qwen", CHAT, _qwen, "run_shell_command", more={**described, "is_background": False}),
         agent("qwen", MESSAGES, _qwen_messages, "run_shell_command", more={**described, "is_background": False}),
         agent("cline", CHAT, _cline, "run_commands", argument="commands"),
-        agent("cline", MESSAGES, lambda place: _cline(place, "anthropic", ""), "run_commands", argument="commands"),
-        agent("cline", OLLAMA, lambda place: _cline(place, "ollama", ""), "run_commands", argument="commands"),
         agent("continue", CHAT, _continue, "Bash"),
-        agent("continue", RESPONSES, _by(_continue, {'"provider"': '"useResponsesApi": true, "provider"'}), "Bash"),
         agent("continue", MESSAGES, _by(_continue, {'"openai"': '"anthropic"'}), "Bash"),
-        agent("continue", OLLAMA, _by(_continue, {'"openai"': '"ollama"', "/v1": ""}), "Bash"),
         agent("aider", CHAT, _aider, "", edits=True),
         agent("aider", MESSAGES, lambda place: _aider_by(place, "anthropic"), "", edits=True),
         agent("aider", OLLAMA, lambda place: _aider_by(place, "ollama_chat"), "", edits=True),
@@ -302,6 +298,13 @@ def _libraries(environment: str, program: str, rows: Sequence[tuple[str, str, st
     return [Client(name, path, environment, pinned[of], _library(mode, program)) for name, path, mode, of in rows]
 
 
+# Tried once, and left out: name, protocol, and what stands against it.
+NOT_RUN = (
+    ("cline", MESSAGES, "its command takes an address for providers of OpenAI's protocol alone"),
+    ("cline", OLLAMA, "its command takes an address for providers of OpenAI's protocol alone"),
+    ("continue", RESPONSES, "it asks chat all the same, with `useResponsesApi` too"),
+    ("continue", OLLAMA, "its provider `ollama` asks chat"),
+)
 CLIENTS = (
     *_agents(),
     *_libraries("python", "steps.py", _IN_PYTHON, "=="),

@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from agent_setups import CLIENTS, ENVIRONMENTS, Client, Place, Run
+from agent_setups import CLIENTS, ENVIRONMENTS, NOT_RUN, Client, Place, Run
 from client_libraries import ENVIRONMENTS as FOLDER
 from client_libraries import make_environment
 from conftest import opened
@@ -256,6 +256,9 @@ def main(names: Sequence[str], folder: Path, install: bool) -> int:
             outcome = tried(client, folder, model)
             failed |= bool(outcome.failures)
             print(row(client, version, outcome), flush=True)
+    for name, protocol, why in NOT_RUN:
+        if not names or name in names:
+            print(_line(name, version_of(ENVIRONMENTS[name][0]), f"`{protocol}`", "–", "–", "–", f"not run: {why}"))
     return int(failed)
 
 

@@ -31,7 +31,7 @@ from ssmd.config import Settings
 from ssmd.installed import resolve
 
 SUITE = Path(__file__).parent / "sdks" / "langchain_standard.py"
-TIMEOUT_S = 1_800.0
+TIMEOUT_S = 3_600.0
 OUTCOMES = ("passed", "failed", "differs", "skipped")  # differs: by choice
 
 

@@ -1,6 +1,7 @@
 // A task of several steps by one library of Node's over one protocol: as steps.py. `steps.mjs WAY URL MODEL PROMPT`
-import { execSync } from "node:child_process";
+import { exec } from "node:child_process";
 import { createRequire } from "node:module";
+import { promisify } from "node:util";
 
 const [way, url, model, prompt] = process.argv.slice(2);
 const require = createRequire(`${process.env.NODE_PACKAGES}/`);
@@ -13,7 +14,7 @@ const parameters = { type: "object", properties: { command: { type: "string" } }
 const described = { name: "shell", description: "Run a command.", parameters };
 
 async function shell({ command }) {
-  return execSync(command, { encoding: "utf8" });
+  return (await promisify(exec)(command)).stdout;
 }
 
 async function openaiChat() {
