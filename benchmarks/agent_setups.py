@@ -225,8 +225,8 @@ def _agents() -> list[Client]:
         return Client(name, protocol, environment, ENVIRONMENTS[environment][0], run, tool, **own)
 
     described = {"description": "A step"}
-    bash = {"tool": "bash", "more": described}
-    opencode = {**bash, "least": 6_000}  # its request for a title is shorter
+    bash: dict[str, Any] = {"tool": "bash", "more": described}
+    opencode: dict[str, Any] = {**bash, "least": 6_000}  # its request for a title is shorter
     anthropic_pi = {"openai-completions": "anthropic-messages", "/v1": ""}
     return [
         agent("claude", MESSAGES, _claude, "Bash", more=described),

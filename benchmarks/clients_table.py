@@ -129,6 +129,13 @@ def tried(client: Client, folder: Path, model: Path) -> Outcome:
     return outcome
 
 
+def scripted_model(folder: Path) -> Path:
+    """Make a tiny model in a folder whose answers a file dictates. This process's daemons find its runtime."""
+    path = (SCRIPTED, ROOT / "tests", ROOT, ROOT / "runtimes", ROOT / "clients")
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    return forged(opened()["mamba-f32"], folder / "scripted", {}, runtime="scripted")
+
+
 def scripted(model: Path, data: Path, answers: Path, least: int) -> DaemonProcess:
     """Return a daemon, not yet started, whose model says what a file has."""
     daemon = DaemonProcess(model, data, "--access-log", "--access-log-format", "json", "--threads", "1")
@@ -242,11 +249,9 @@ def main(names: Sequence[str], folder: Path, install: bool) -> int:
     command = " ".join(["benchmarks/clients_table.py", *names])
     print(f"{datetime.now(UTC):%d %B %Y}, `{command}`; {conditions()}\n")
     print(f"{_line(*HEADS)}\n{'| --- ' * len(HEADS)}|", flush=True)
-    path = (SCRIPTED, ROOT / "tests", ROOT, ROOT / "runtimes", ROOT / "clients")
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, path))  # of the daemons, which are forked from one process
     failed = False
     with tempfile.TemporaryDirectory() as at:
-        model = forged(opened()["mamba-f32"], Path(at) / "scripted", {}, runtime="scripted")
+        model = scripted_model(Path(at))
         for client in chosen:
             version = version_of(client.package)
             if not installed(folder / client.environment, ENVIRONMENTS[client.environment]):

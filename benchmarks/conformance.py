@@ -3,14 +3,15 @@
     benchmarks/conformance.py [MODEL] [--suites] [--behaviours] [--folder FOLDER]     prints tables of docs/clients.md
 
 Suites: langchain-tests' standard tests of chat models, by four of langchain's classes, in the environment `python` of
-benchmarks/clients_table.py (--install makes it). Behaviours: those that the tests of llama.cpp's server, vLLM and
-Ollama ask of the four protocols, as requests (benchmarks/behaviours.py). MODEL: an artifact's name or path; default:
-smollm2.
+benchmarks/clients_table.py (--install makes it). They ask for calls with certain arguments, so a file dictates what the
+tiny model answers. Behaviours: those that the tests of llama.cpp's server, vLLM and Ollama ask of the four protocols,
+as requests (benchmarks/behaviours.py). MODEL is for these: an artifact's name or path; default: smollm2.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import tempfile
@@ -25,6 +26,7 @@ from agent_setups import ENVIRONMENTS
 from behaviours import BEHAVIOURS, Server
 from client_libraries import ENVIRONMENTS as FOLDER
 from client_libraries import make_environment
+from clients_table import scripted, scripted_model
 from daemon_process import DaemonProcess, conditions
 
 from ssmd.config import Settings
@@ -45,12 +47,17 @@ class Result:
     why: str
 
 
-def suites(python: Path, url: str, model: str) -> Iterator[Result]:
+def suites(python: Path) -> Iterator[Result]:
     """Run langchain's standard tests. Raises RuntimeError if pytest did not get to its end."""
-    with tempfile.TemporaryDirectory() as at:
+    with tempfile.TemporaryDirectory() as at, contextlib.ExitStack() as stack:
+        answers = Path(at) / "answers.json"
+        answers.write_text("[]")
+        daemon = stack.enter_context(scripted(scripted_model(Path(at)), Path(at) / "data", answers, 0))
+        model = daemon.get("/v1/models")[1]["data"][0]["id"]
         report = Path(at) / "report.xml"
         settings = Path(at) / "pytest.ini"  # not those of this repository
-        settings.write_text("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
+        scopes = "".join(f"asyncio_default_{of}_loop_scope = session\n" for of in ("fixture", "test"))
+        settings.write_text(f"[pytest]\nasyncio_mode = auto\n{scopes}")  # langchain keeps a client for all tests
         command = [
             str(python),
             "-m",
@@ -61,9 +68,10 @@ def suites(python: Path, url: str, model: str) -> Iterator[Result]:
             f"--junitxml={report}",
             str(SUITE),
         ]
-        own = {"SUITE_URL": url, "SUITE_MODEL": model, "PYTHONPATH": "", "HOME": at}
+        own = {"SUITE_URL": f"http://127.0.0.1:{daemon.port}", "SUITE_MODEL": model, "SUITE_ANSWERS": str(answers)}
+        variables = {**os.environ, **own, "PYTHONPATH": "", "HOME": at}
         done = subprocess.run(
-            command, cwd=at, env={**os.environ, **own}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command, cwd=at, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
         if done.returncode not in (0, 1):
             raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -112,20 +120,21 @@ def main() -> None:
         make_environment(environment, ENVIRONMENTS["python"], in_node=False)
     if not asked.behaviours and not environment.exists():
         parser.error(f"there is no environment {environment}; --install makes it, --behaviours needs none")
-    settings = Settings()
-    named = Path(asked.model)
-    artifact = named if named.exists() else resolve(asked.model, settings.models_dir, settings.runtime, settings.device)
-    print(f"{datetime.now(UTC):%d %B %Y}, {artifact.parent.name}, {artifact.name}; {conditions()}", flush=True)
-    with tempfile.TemporaryDirectory() as at, DaemonProcess(artifact, Path(at) / "data") as daemon:
-        url, model = f"http://127.0.0.1:{daemon.port}", daemon.get("/v1/models")[1]["data"][0]["id"]
-        if not asked.suites:
-            found = list(behaviours(url, model))
-            print("\n| asked by the tests of | behaviour | result |\n| --- | --- | --- |")
-            for one in found:
-                print(f"| {one.group} | {one.name} | {f'{one.outcome}: {one.why}'.removesuffix(': ')} |")
-            table(found, "behaviours of")
-        if not asked.behaviours:
-            table(list(suites(environment / "bin" / "python", url, model)), "suite")
+    print(f"{datetime.now(UTC):%d %B %Y}; {conditions()}", flush=True)
+    if not asked.suites:
+        settings, named = Settings(), Path(asked.model)
+        artifact = (
+            named if named.exists() else resolve(asked.model, settings.models_dir, settings.runtime, settings.device)
+        )
+        with tempfile.TemporaryDirectory() as at, DaemonProcess(artifact, Path(at) / "data") as daemon:
+            model = daemon.get("/v1/models")[1]["data"][0]["id"]
+            found = list(behaviours(f"http://127.0.0.1:{daemon.port}", model))
+        print(f"\n{artifact.parent.name}, {artifact.name}\n\n| asked by | behaviour | result |\n| --- | --- | --- |")
+        for one in found:
+            print(f"| {one.group} | {one.name} | {f'{one.outcome}: {one.why}'.removesuffix(': ')} |")
+        table(found, "behaviours of")
+    if not asked.behaviours:
+        table(list(suites(environment / "bin" / "python")), "suite")
 
 
 if __name__ == "__main__":
