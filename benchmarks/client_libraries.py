@@ -51,17 +51,7 @@ class Client:
 
     def make(self) -> None:
         """Make the environment, unless it is there with these packages."""
-        stamp = self.folder / "packages.txt"
-        if stamp.exists() and stamp.read_text() == "\n".join(self.packages):
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self.in_node:
-            _run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder), *self.packages)
-        else:
-            _run(sys.executable, "-m", "venv", str(self.folder))
-            pip = (str(self.folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-q")
-            _run(*pip, "--no-input", *self.packages)
-        stamp.write_text("\n".join(self.packages))
+        make_environment(self.folder, self.packages, in_node=self.in_node)
 
     def command(self, url: str, model: str) -> list[str]:
         python = str(self.folder / "bin" / "python")
@@ -97,6 +87,21 @@ class Found:
     feature: str
     why: str | None
     exchanges: Sequence[Exchange] = field(default=())
+
+
+def make_environment(folder: Path, packages: Sequence[str], *, in_node: bool) -> None:
+    """Make an environment of npm's or PyPI's packages in a folder, unless it is there with these."""
+    stamp = folder / "packages.txt"
+    if stamp.exists() and stamp.read_text() == "\n".join(packages):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if in_node:
+        _run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages)
+    else:
+        _run(sys.executable, "-m", "venv", str(folder))
+        pip = (str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-q")
+        _run(*pip, "--no-input", *packages)
+    stamp.write_text("\n".join(packages))
 
 
 def _run(*command: str) -> None:

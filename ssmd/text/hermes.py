@@ -49,9 +49,13 @@ def in_words(message: Message) -> Message:
 
 
 def _called(call: ToolCall) -> str:
-    # Arguments stand as the model wrote them: its next prompt then goes on from what it was fed.
+    # Arguments stand as the model wrote them: its next prompt then goes on from what it was fed. Clients in JavaScript
+    # write them again without spaces, which models seldom do.
     arguments = call.arguments.strip() or "{}"
-    if read_arguments(arguments) is None:
+    known = read_arguments(arguments)
+    if known is None:
         arguments = json.dumps(arguments, ensure_ascii=False)
+    elif arguments == json.dumps(known, ensure_ascii=False, separators=(",", ":")):
+        arguments = json.dumps(known, ensure_ascii=False)
     name = json.dumps(call.name, ensure_ascii=False)
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'

@@ -68,6 +68,16 @@ def test_its_helper_holds_a_conversation_with_calls(tiny: Daemon) -> None:
         assert usage["cache_read_input_tokens"] >= total(before) - 1
 
 
+def test_its_tool_runner_sends_all_messages(tiny: Daemon) -> None:
+    """It asks for a thread that the daemon keeps, and goes on without one at the error that says so."""
+    scripted(tiny, f"I look.\n{CALL}", "It is cold.")
+    asked = {"model": tiny.model, "max_tokens": 300, "messages": [{"role": "user", "content": "Paris by your loop?"}]}
+    message = anthropic("runner", tiny.url, asked)["message"]
+    assert [block["text"] for block in message["content"]] == ["It is cold."]
+    last = tiny.served.ask("GET", "/ssmd/v1/metrics").json["recent"][-1]
+    assert last["cached_tokens"] > 0.7 * last["prompt_tokens"]
+
+
 def test_whole_beta_and_counted(tiny: Daemon) -> None:
     scripted(tiny, "It rains.")
     asked = {"model": tiny.model, "max_tokens": 30, "messages": [{"role": "user", "content": "a"}]}

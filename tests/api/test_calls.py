@@ -454,3 +454,17 @@ def test_what_is_left_of_messages_is_named(tiny: Daemon) -> None:
     answer = tiny.chat(messages=[message], logit_bias={}, max_tokens=5)
     assert answer.json["usage"]["ssmd"]["ignored"] == ["messages.annotations"]
     assert answer.headers["x-ssmd-ignored"] == "messages.annotations"
+
+
+def test_respelled_call_is_found_without_a_store(tiny: Daemon) -> None:
+    """A client in JavaScript sends `{"city":"Paris"}` for `{"city": "Paris"}`; with `store: false` no text is kept."""
+    kept = {"store": False, "prompt_cache_retention": "24h"}
+    first = ask(tiny, f"I look.\n{CALL}", "Paris by a call written again?", **kept).json
+    message = first["choices"][0]["message"]
+    message["tool_calls"][0]["function"]["arguments"] = PARIS.replace(" ", "")
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "12 degrees"}
+    user = {"role": "user", "content": "Paris by a call written again?"}
+    scripted(tiny, "It is cold.")
+    fields = {"tools": TOOLS, "max_tokens": 300, "logit_bias": {}, **kept}
+    usage = tiny.chat(messages=[user, message, result], **fields).json["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] + 20, "the answer is read"

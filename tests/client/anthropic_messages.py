@@ -34,6 +34,18 @@ def conversation(url: str, turns: list[dict[str, Any]]) -> Any:
     return found
 
 
+def runner(url: str, arguments: dict[str, Any]) -> Any:
+    """Have the client's own loop run a tool that returns "12 degrees". Return its final message."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """Tell the weather of a city."""
+        return "12 degrees"
+
+    final = client(url).beta.messages.tool_runner(**arguments, tools=[get_weather]).until_done()
+    return {"message": final.to_dict()}
+
+
 def whole(url: str, arguments: dict[str, Any]) -> Any:
     """A message that is not streamed, its count beforehand, and the id of the request."""
     asking = {name: value for name, value in arguments.items() if name in ("model", "messages", "system", "tools")}
@@ -76,7 +88,7 @@ def broken_stream(url: str, arguments: dict[str, Any]) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
-    f.__name__: f for f in (conversation, whole, failures, broken_stream)
+    f.__name__: f for f in (conversation, runner, whole, failures, broken_stream)
 }
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from ctypes.util import find_library
 from pathlib import Path
 
 import card
+import conformance
 import decode
 import gpu
 import host
@@ -22,6 +23,7 @@ import loops
 import mutations
 import numpy as np
 import operators
+import protocols
 import pytest
 import questions
 import rendering
@@ -33,6 +35,7 @@ import structured
 import tiny
 import tool_turns
 from conftest import TinyArtifacts
+from forked import DaemonProcess
 from llama_library import Library, LibraryError, Llama
 from prompt_lookup import Step, steps
 
@@ -305,3 +308,27 @@ def test_tool_turns(
     printed = capsys.readouterr().out
     assert "The session has every message." in printed
     assert "2 of 2 valid" in printed
+
+
+def test_protocols(artifacts: TinyArtifacts, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with DaemonProcess(artifacts["mamba-f32"], tmp_path / "data") as one:
+        times = protocols.measure(one, rounds=1, tokens=40)
+        recent = one.get("/ssmd/v1/metrics")[1]["recent"]
+    protocols.show(times)
+    printed = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split(" | ")[0] for line in printed] == ["| chat", "| responses", "| messages", "| ollama"]
+    assert printed[0].split(" | ")[2] == "1.000"
+    firsts, followers = recent[-8::2], recent[-7::2]
+    assert len({row["prompt_tokens"] for row in firsts}) <= 2, "the protocols do not read the same"
+    for first, follower in zip(firsts, followers, strict=True):
+        assert follower["cached_tokens"] >= first["prompt_tokens"]
+
+
+def test_other_servers_behaviours(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Those that differ by choice are three, and each is named with its reason."""
+    with DaemonProcess(artifacts["mamba-f32"], tmp_path / "data") as one:
+        model = one.get("/v1/models")[1]["data"][0]["id"]
+        found = list(conformance.behaviours(f"http://127.0.0.1:{one.port}", model))
+    assert [result for result in found if result.outcome == "failed"] == []
+    assert sum(result.outcome == "differs" and bool(result.why) for result in found) == 3
+    assert len(found) > 30

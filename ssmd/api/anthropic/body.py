@@ -34,6 +34,7 @@ REFUSED: Neutral = {
     "n": (None, 1),
     "parallel_tool_calls": (None, True),
     "stop": (None, "", []),
+    "thread": (None, False),  # asks for the messages to be kept here: later requests would have the new ones alone
     "top_logprobs": (None, 0),
 }
 

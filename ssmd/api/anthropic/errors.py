@@ -20,6 +20,8 @@ _KINDS = {
     500: "api_error",
     OVERLOADED: "overloaded_error",
 }
+# At this the anthropic library's tool_runner (2.14) sends all messages, without `thread`, from then on.
+_NO_THREADS = {"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 # Places in a tool, in the words of OpenAI, in which the engine names them.
 _PLACE = re.compile(r"(\btools\[\d+\])\.function\b(?:\.(parameters)\b)?")
 
@@ -34,8 +36,8 @@ def error_form(error: Rejection, request_id: str) -> tuple[int, dict[str, Any]]:
 
 def error_body(error: Rejection, status: int) -> dict[str, Any]:
     """Return the body of an error without the request's id, as events have it."""
-    kind = _KINDS.get(status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": cut(_message(error))}}
+    body = {"type": _KINDS.get(status, "invalid_request_error"), "message": cut(_message(error))}
+    return {"type": "error", "error": body | (_NO_THREADS if error.param == "thread" else {})}
 
 
 def event_body(error: Rejection) -> Mapping[str, Any]:
