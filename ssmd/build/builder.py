@@ -18,7 +18,7 @@ from ssmd.build.stripping import Constants
 from ssmd.families.offsets import with_offsets
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
-from ssmd.families.weights import Binding
+from ssmd.families.weights import Binding, Parameters
 from ssmd.machine.installation import extra, to_add, to_install
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.progress import Progress, Stage, staged
@@ -264,7 +264,7 @@ def _write(
     bindings = family.bindings(config)
 
     def module_of(bindings: Mapping[str, Binding]) -> Model:
-        return author(family, config, {name: binding(source) for name, binding in bindings.items()}, target.context)
+        return author(family, config, Parameters(bindings, source), target.context)
 
     with stage("bind the weights"):
         module = module_of(bindings)
