@@ -30,6 +30,7 @@ from ssmd_litert.modelfile import Edited, load, save
 OTHER = f"install the version that ssmd was made for: {to_add('build')}"
 _ADDRESS = re.compile(r"data_ptr=(\d+)")  # in the name of a constant of the converter
 _ROWS, _COLUMNS = 2, 4096  # of numbers that stand for a matrix: enough that the quantizer takes it for one
+_NOTHING = 3  # numbers in place of a constant's: too few for any, and one would stand for all
 _FORM = ENCODINGS["litert-int8"].form
 Names = dict[tuple[int, bytes], str]  # a parameter by its tensor: the place of a graph, and a name there
 
@@ -68,9 +69,10 @@ def export(converted: Any, module: Any, file: Path) -> Names:
     with _without_stderr():  # where the writer says of every emptied constant that it is empty
         converted.export(str(file))
     model = load(file)
+    emptied = {place for place, buffer in enumerate(model.buffers) if _is_empty(buffer)}
     names: Names = {}
     for place, (graph, expected) in enumerate(zip(model.subgraphs, graphs, strict=True)):
-        tensors = [t for t in graph.tensors if _is_empty(model.buffers[t.buffer])]
+        tensors = [t for t in graph.tensors if t.buffer in emptied]
         shapes = [parameters.late[name] for name in expected]
         if [tuple(map(int, t.shape)) for t in tensors] != shapes:
             raise BuildError(f"litert-torch has not stored the large weights where they can be found; {OTHER}")
@@ -155,7 +157,7 @@ def _emptied(operation: Any, names: Mapping[int, str]) -> list[list[str]]:
                 if name is None:
                     continue
                 if name not in empty:
-                    nothing = memoryview(np.zeros(1, np.float32))
+                    nothing = memoryview(np.zeros(_NOTHING, np.float32))
                     kind = op.results[0].type
                     empty[name] = ir.DenseResourceElementsAttr.get_from_buffer(nothing, f"late_{name}", kind)
                 op.attributes["value"] = empty[name]
