@@ -57,6 +57,7 @@ class LiteRTConverter:
     context = 32_768  # where the model has as many
     tiers: tuple[int, ...] = TIERS
     quantizations: tuple[Quantization, ...] = ("int8", "int4", "f32")
+    late: ClassVar[tuple[Quantization, ...]] = ("int8", "f32")
     packages: ClassVar[Mapping[str, str]] = {
         "torch": "torch",
         "litert_torch": "litert-torch",
@@ -128,6 +129,7 @@ def _export(module: Model, buckets: Sequence[int], file: Path) -> Names:
     import torch
 
     from ssmd.authoring.host import graph_shapes
+
     converter: Any = litert_torch
     module.__class__ = _named(module)
     shapes = graph_shapes(module.spec, NOMINAL)

@@ -152,7 +152,8 @@ def edit(file: Path, *changes: Callable[[Edited], None]) -> None:
         elif buffer.data is not None and len(buffer.data) >= _SMALL:
             apart.append((buffer, buffer.data))
     for buffer, content in apart:
-        buffer.data, buffer.offset, buffer.size = None, 1, content.nbytes  # which takes as much room as the right offset
+        buffer.data, buffer.size = None, content.nbytes
+        buffer.offset = 1  # which takes as much room as the right one
     at = len(_packed(model))
     for buffer, content in apart:
         buffer.offset = at = -(-at // _ALIGNMENT) * _ALIGNMENT

@@ -90,6 +90,7 @@ class Converter(Usual, Protocol):
     """A converter from a module to a runtime's files. The runtime's `build.py` has one, named CONVERTER."""
 
     packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
+    late: ClassVar[tuple[Quantization, ...]]  # for which `write` itself makes large parameters, one at a time
 
     def prepare(self) -> None:
         """Import packages whose import takes seconds."""
@@ -273,11 +274,14 @@ def _write(
         reference.save(folder / "golden.safetensors")
     if converter.rotates(target.quantization):
         with stage("rotate the weights"):
-            del module  # two of them at once would be the most memory that a build takes
-            module = module_of(rotated(bindings))
+            bindings = rotated(bindings)
+            module = module_of(bindings)
             reference.check(module)
     elif weights := converter.offsets(_shapes(module), target.quantization):
         with stage("divide the weights into blocks"):
-            del module
-            module = module_of(with_offsets(bindings, weights))
+            bindings = with_offsets(bindings, weights)
+            module = module_of(bindings)
+    if target.quantization not in converter.late:
+        with stage("make the weights in float32"):
+            module = author(family, config, {n: binding(source) for n, binding in bindings.items()}, target.context)
     return reference, converter.write(module, target, folder, stage)
