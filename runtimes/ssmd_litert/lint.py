@@ -24,12 +24,12 @@ def lint(file: Path) -> list[str]:
     Each signature is run once. All of them read one copy of the packed weights, in a file beside this one that goes
     again: else XNNPACK packs them for each.
     """
-    with _packed(file) as cache:
+    with packed(file) as cache:
         return _lint(file, cache)
 
 
 @contextmanager
-def _packed(file: Path) -> Iterator[Path | None]:
+def packed(file: Path) -> Iterator[Path | None]:
     """Yield the path of a file for packed weights, which is removed afterwards; None if the disk has no room for it."""
     cache = file.with_suffix(".packed")
     nbytes = file.stat().st_size

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ssmd.families.weights import Array, Parameters, given, tensor
 from ssmd.machine.memory import resident
 from ssmd.model.random_source import SeededSource
 from ssmd_litert import late_weights
+from ssmd_litert.lint import packed
 from ssmd_litert.modelfile import edit, load, save
 from ssmd_litert.recipe import quantize
 
@@ -95,15 +97,30 @@ def test_what_the_converter_writes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def noise(seed: int) -> Array:
+    return np.random.default_rng(seed).standard_normal((2048, 2048), np.float32)
+
+
 def test_large_parameters_take_no_memory() -> None:
-    source = SeededSource({}, 1)
-    bindings = {f"layer{i}_up": tensor(f"up{i}", 2048, 2048) for i in range(8)}
+    bindings = {f"layer{i}_up": given(partial(noise, i)) for i in range(8)}
     before = resident()
-    made = Parameters(bindings, source)
+    made = Parameters(bindings, SeededSource({}, 1))
     after = resident()
     assert before is not None
     assert after is not None
     assert sum(array.nbytes for array in made.values()) == 8 * 4 * 2048 * 2048
     assert after - before < 3 * 4 * 2048 * 2048, "one at a time"
     assert len({array[0, :4].tobytes() for array in made.values()}) == 8, "each has numbers of its own"
-    assert np.array_equal(made.whole("layer3_up"), source.tensor("up3", (2048, 2048)))
+    assert np.array_equal(made.whole("layer3_up"), noise(3))
+
+
+def test_packed_weights_of_a_lint_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.tflite"
+    file.write_bytes(bytes(1000))
+    with packed(file) as cache:
+        assert cache is not None
+        cache.write_bytes(b"as XNNPACK does")
+    assert [f.name for f in tmp_path.iterdir()] == [file.name]
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with packed(file) as cache:
+        assert cache is None, "XNNPACK ends the process where the disk is full"
