@@ -50,7 +50,7 @@ CODE = (
     *(f"ssmd/model/{name}.py" for name in ("artifact", "formats", "plan", "rope", "source", "state")),
 )
 RUNTIME_CODE = (
-    *("build", "capacity", "delegated", "inplace", "modelfile", "summed", "weights_on_disk", "constants", "recipe"),
+    *("build", "capacity", "delegated", "inplace", "modelfile", "summed", "late_weights", "constants", "recipe"),
     *("convert", "lint", "xamba", "piecewise", "stacks", "pack", "plan", "reference", "package"),
 )
 # What a build reaches besides, and no key sees, for it changes often and seldom what is built: what runs an artifact,

@@ -60,7 +60,7 @@ UNIX_NAMES = {
     "mmap": {"MADV_DONTNEED", "MAP_ANONYMOUS", "MAP_PRIVATE"},
 }
 # They ask first whether it is there.
-ELSEWHERE = ("ssmd_litert.weights_on_disk", "ssmd_wgpu.resident")
+ELSEWHERE = ("ssmd.families.weights", "ssmd_wgpu.resident")
 MAKERS = ("ssmd.authoring", "ssmd.build", "ssmd.families", "ssmd.hub")  # what a running runtime never meets
 
 

@@ -39,6 +39,7 @@ class CoreMLConverter:
     context = 2048
     tiers: tuple[int, ...] = ()  # all functions share one state, and with it the capacity of its caches
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "coremltools": "coremltools"}
+    late: ClassVar[tuple[Quantization, ...]] = ()
 
     def __init__(self, variant: Variant) -> None:
         self.variant: Variant = variant

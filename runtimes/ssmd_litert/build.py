@@ -22,6 +22,7 @@ from ssmd_litert import recipe
 from ssmd_litert.capacity import open_capacity
 from ssmd_litert.delegated import delegate_all
 from ssmd_litert.inplace import write_states_last
+from ssmd_litert.late_weights import Names, export, give_back, unwritten
 from ssmd_litert.lint import lint
 from ssmd_litert.modelfile import Edited, edit
 from ssmd_litert.runtime import LiteRTRuntime
@@ -56,6 +57,7 @@ class LiteRTConverter:
     context = 32_768  # where the model has as many
     tiers: tuple[int, ...] = TIERS
     quantizations: tuple[Quantization, ...] = ("int8", "int4", "f32")
+    late: ClassVar[tuple[Quantization, ...]] = ("int8", "f32")
     packages: ClassVar[Mapping[str, str]] = {
         "torch": "torch",
         "litert_torch": "litert-torch",
@@ -85,7 +87,7 @@ class LiteRTConverter:
             )
         exported, model = folder / (MODEL + ".f32"), folder / MODEL
         with stage(f"export decode and {len(target.buckets)} prefill lengths"):
-            _export(module, target.buckets, exported)
+            names = _export(module, target.buckets, exported)
         if target.quantization != "f32":
             with stage("quantize"):
                 recipe.quantize(exported, model, target.quantization)
@@ -93,6 +95,8 @@ class LiteRTConverter:
         else:
             exported.rename(model)
         changes: list[Callable[[Edited], None]] = [delegate_all, add_up]
+        if names:
+            changes.insert(0, partial(give_back, parameters=module.late, names=names))
         if module.spec.rows:
             changes.append(partial(open_capacity, nominal=nominal(module.spec)))
         if states := [t.name for t in module.spec.recurrent]:
@@ -119,12 +123,12 @@ class LiteRTConverter:
 CONVERTER = LiteRTConverter()
 
 
-def _export(module: Model, buckets: Sequence[int], file: Path) -> None:
+def _export(module: Model, buckets: Sequence[int], file: Path) -> Names:
+    """Write the module's float32 file. Returns its large parameters by tensor, for which a few numbers stand."""
     import litert_torch
     import torch
 
     from ssmd.authoring.host import graph_shapes
-    from ssmd_litert.weights_on_disk import WeightsOnDisk
 
     converter: Any = litert_torch
     module.__class__ = _named(module)
@@ -146,18 +150,17 @@ def _export(module: Model, buckets: Sequence[int], file: Path) -> None:
             **{of_lane(n, lane): torch.zeros(s) for lane in range(lanes) for n, s in shapes.items()},
         }
         converter = converter.signature(lanes_name(lanes), module, sample_kwargs=inputs)
-    weights = file.with_suffix(".weights")
-    weights_on_disk = WeightsOnDisk(module)
     trim()  # what the parameters lay in until now
     # A lightweight conversion shares one copy of the weights among the signatures.
-    converted = converter.convert(lightweight_conversion=True)
-    weights_on_disk.empty(weights)
+    if module.late is None or not module.late.late:
+        converter.convert(lightweight_conversion=True).export(str(file))
+        return {}
+    with unwritten():
+        converted = converter.convert(lightweight_conversion=True)
     del converter
     gc.collect()  # PyTorch's graphs, which refer to one another
     trim()
-    converted.export(str(file))
-    weights_on_disk.fill(file, weights)
-    weights.unlink()
+    return export(converted, module, file)
 
 
 def nominal(spec: StateSpec) -> int:

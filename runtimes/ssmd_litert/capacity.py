@@ -13,8 +13,8 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 
 from ssmd.build.builder import BuildError
+from ssmd_litert.late_weights import OTHER
 from ssmd_litert.modelfile import OPERATORS, Edited, Known
-from ssmd_litert.weights_on_disk import OTHER
 
 _Op = schema.BuiltinOperator
 _FOLLOW = (_Op.ADD, _Op.CONCATENATION, _Op.SOFTMAX, _Op.TRANSPOSE)  # whose sizes go by those of the inputs

@@ -7,21 +7,48 @@ splits the graph: tensors go out of XNNPACK and in again, and LiteRT's kernels u
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from ssmd.machine.room import check_room
 from ssmd.runtime.hoststate.buffers import carve
 from ssmd_litert.profiler import Node, ProfiledGraph
+
+_SPARE_BYTES = 32 << 20  # room on the disk beside the packed weights
 
 
 def lint(file: Path) -> list[str]:
     """Return a sentence for each signature that breaks the rule; empty if none does. Raises GraphError.
 
-    Each signature is run once.
+    Each signature is run once. All of them read one copy of the packed weights, in a file beside this one that goes
+    again: else XNNPACK packs them for each.
     """
-    found = []
-    graph = ProfiledGraph(file, threads=1, weight_cache=None)
+    with packed(file) as cache:
+        return _lint(file, cache)
+
+
+@contextmanager
+def packed(file: Path) -> Iterator[Path | None]:
+    """Yield the path of a file for packed weights, which is removed afterwards; None if the disk has no room for it."""
+    cache = file.with_suffix(".packed")
+    nbytes = file.stat().st_size
     try:
+        check_room(file.parent, nbytes + nbytes // 4 + _SPARE_BYTES)  # XNNPACK ends the process where there is none
+    except OSError:
+        yield None
+        return
+    try:
+        yield cache
+    finally:
+        cache.unlink(missing_ok=True)
+
+
+def _lint(file: Path, cache: Path | None) -> list[str]:
+    found = []
+    graph = ProfiledGraph(file, threads=1, weight_cache=cache)
+    try:
+        graph.drop_file()
         for name, signature in graph.signatures.items():
             blocks, sides = zip(*(carve(tensors) for tensors in (signature.inputs, signature.outputs)), strict=True)
             inputs, outputs = sides

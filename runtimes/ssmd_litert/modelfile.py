@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
@@ -19,6 +19,16 @@ _COPY_BYTES = 8 << 20
 Known = dict[tuple[str, tuple[int, ...], bytes], int]  # places of constants, by what they are
 
 
+class Content(Protocol):
+    """The bytes of a constant, which are made when they are written."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield the bytes in order."""
+
+
 class Edited:
     """A model whose graphs are changed. model: schema.ModelT; its large constants stay in `data`, the file."""
 
@@ -29,6 +39,7 @@ class Edited:
         model = self.model
         self._codes: list[int] = [max(c.builtinCode, c.deprecatedBuiltinCode) for c in model.operatorCodes]
         self._buffers: Known = {}  # of the constants that were added
+        self.late: Mapping[int, Content] = {}  # what is written only at last, by the place of its buffer
 
     def code(self, operator: Any) -> int:
         """Return an operator's code in schema.BuiltinOperator."""
@@ -45,7 +56,7 @@ class Edited:
 
     def is_constant(self, tensor: Any) -> bool:
         buffer = self.model.buffers[tensor.buffer]
-        return buffer.size > 1 or buffer.data is not None
+        return tensor.buffer in self.late or buffer.size > 1 or buffer.data is not None
 
     def numbers(self, tensor: Any) -> tuple[int, ...]:
         """Return the values of a small int32 constant."""
@@ -125,8 +136,6 @@ def _ordered(edited: Edited, graph: Any, signatures: list[Any]) -> None:
 
 def edit(file: Path, *changes: Callable[[Edited], None]) -> None:
     """Change a file. If a change raises, the file stays unchanged."""
-    import flatbuffers
-
     edited = Edited(file)
     model, data = edited.model, edited.data
     for change in changes:
@@ -134,29 +143,58 @@ def edit(file: Path, *changes: Callable[[Edited], None]) -> None:
     for place, graph in enumerate(model.subgraphs):
         _ordered(edited, graph, [s for s in model.signatureDefs if s.subgraphIndex == place])
 
-    def packed() -> bytearray:
-        builder = flatbuffers.Builder(1 << 20)
-        builder.Finish(model.Pack(builder), b"TFL3")
-        made: bytearray = builder.Output()
-        return made
-
-    apart: list[tuple[Any, NDArray[np.uint8]]] = []
-    for buffer in model.buffers:
-        if buffer.size > 1:  # of large files they stand after the flatbuffer already
+    apart: list[tuple[Any, NDArray[np.uint8] | Content]] = []
+    for place, buffer in enumerate(model.buffers):
+        if place in edited.late:
+            apart.append((buffer, edited.late[place]))
+        elif buffer.size > 1:  # of large files they stand after the flatbuffer already
             apart.append((buffer, np.frombuffer(data, np.uint8, buffer.size, buffer.offset)))
         elif buffer.data is not None and len(buffer.data) >= _SMALL:
             apart.append((buffer, buffer.data))
-    for buffer, array in apart:
-        buffer.data, buffer.offset, buffer.size = None, 1, len(array)  # which takes as much room as the right offset
-    place = len(packed())
-    for buffer, array in apart:
-        buffer.offset = place = -(-place // _ALIGNMENT) * _ALIGNMENT
-        place += len(array)
+    for buffer, content in apart:
+        buffer.data, buffer.size = None, content.nbytes
+        buffer.offset = 1  # which takes as much room as the right one
+    at = len(_packed(model))
+    for buffer, content in apart:
+        buffer.offset = at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        at += content.nbytes
     changed = file.with_suffix(".open")
     with changed.open("xb") as out:
-        out.write(packed())
-        for buffer, array in apart:
+        out.write(_packed(model))
+        for buffer, content in apart:
             out.write(b"\0" * (buffer.offset - out.tell()))
-            for start in range(0, len(array), _COPY_BYTES):
-                out.write(array[start : start + _COPY_BYTES].tobytes())
+            for part in _parts(content):
+                out.write(part)
+            if out.tell() != buffer.offset + content.nbytes:
+                raise ValueError(f"a constant of {content.nbytes} bytes was given {out.tell() - buffer.offset}")
+        if edited.late:  # some of what stands before them is known only now: scales
+            out.seek(0)
+            out.write(_packed(model))
     changed.replace(file)
+
+
+def load(file: Path) -> Any:
+    """Read a small file whole, as objects: a schema.ModelT."""
+    return schema.ModelT.InitFromObj(schema.Model.GetRootAs(file.read_bytes(), 0))
+
+
+def save(model: Any, file: Path) -> None:
+    """Write objects as a file, with all constants within the flatbuffer."""
+    file.write_bytes(_packed(model))
+
+
+def _packed(model: Any) -> bytearray:
+    import flatbuffers
+
+    builder = flatbuffers.Builder(1 << 20)
+    builder.Finish(model.Pack(builder), b"TFL3")
+    made: bytearray = builder.Output()
+    return made
+
+
+def _parts(content: NDArray[np.uint8] | Content) -> Iterator[bytes]:
+    if not isinstance(content, np.ndarray):
+        yield from content.parts()
+        return
+    for start in range(0, len(content), _COPY_BYTES):
+        yield content[start : start + _COPY_BYTES].tobytes()

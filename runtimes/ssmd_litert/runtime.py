@@ -88,6 +88,7 @@ def _load_shared(manifest: Manifest, path: Path, threads: int, producer: str, ca
         graph: LibraryGraph | None = None
         try:
             graph = LibraryGraph(path, threads=threads, weight_cache=weights, wanted=lanes.of_one_stream)
+            graph.drop_file()  # before the packed weights come to memory beside it
             opener, notes = lanes.LanesFile(path, graph, threads, cache), lanes.LanesNotes(cache.name, threads)
             program = FlatProgram(graph, manifest, producer, threads, opener.open, lanes.sizes(graph), notes)
             program.self_test()

@@ -47,6 +47,7 @@ _PLACE = re.compile(r'offset="(\d+)" size="(\d+)"')  # of a constant, in the tex
 class OpenVINOConverter:
     runtime = "openvino"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "openvino": "openvino", "nncf": "nncf"}
+    late: ClassVar[tuple[Quantization, ...]] = ()
 
     def __init__(self, device_class: Literal["cpu", "npu"], passes: Passes | None = None) -> None:
         """`passes`: of XAMBA, run over the graph before its weights are quantized."""

@@ -19,7 +19,8 @@ each lane, as in a step of one stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from ssmd.authoring import attention, ops, ops_open
 from ssmd.families.offsets import BLOCK, SUFFIX
+from ssmd.families.weights import Parameters
 from ssmd.model.state import StateSpec
 
 Held: TypeAlias = "Tensor | Sequence[Tensor]"  # a state of one stream, or of each lane
@@ -100,6 +102,7 @@ class FlatModule(nn.Module):
     ) -> None:
         """tables: RoPE's cosines and sines, each (S, R/2); None without RoPE. window_tables: those of such layers."""
         super().__init__()
+        self.late = parameters if isinstance(parameters, Parameters) else None  # which makes the large ones
         self.spec = spec
         self.context = context
         self.open = False  # whether a trace of it is to hold for any number of tokens, or a lane's to give those bits
@@ -116,6 +119,24 @@ class FlatModule(nn.Module):
         if window_tables is not None:
             for name, table in zip(("window_cos", "window_sin"), window_tables, strict=True):
                 self.register_buffer(name, torch.from_numpy(table), persistent=False)
+
+    @contextmanager
+    def present(self, beginning: str) -> Iterator[None]:
+        """Have the values of large parameters whose names begin so, until the body ends. Raises SourceError."""
+        late = self.late
+        if late is None:
+            yield
+            return
+        names = [name for name in late.late if name.startswith(beginning)]
+        empty = {name: getattr(self, name).data for name in names}
+        try:
+            for name in names:
+                own = np.require(late.whole(name), np.float32, ["C", "W"])
+                getattr(self, name).data = torch.from_numpy(own)
+            yield
+        finally:
+            for name, data in empty.items():
+                getattr(self, name).data = data
 
     def weight(self, layer: int, name: str) -> Tensor:
         return getattr(self, f"layer{layer}_{name}")

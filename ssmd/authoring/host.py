@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ssmd.authoring import attention
 from ssmd.authoring.flat import FlatModule
+from ssmd.authoring.model import Model
 from ssmd.model.state import WINDOWS, State, StateError, StateSpec, of_lane
 
 
@@ -46,33 +47,72 @@ class Host:
 
     def feed(self, tokens: Sequence[int], bucket: int, pad: int = 0) -> NDArray[np.float32]:
         """Feed 1 <= n <= bucket tokens in one call; the rest of it is filled with `pad`. Returns logits (V,)."""
+        call = self._call(tokens, bucket, pad)
+        with torch.no_grad():
+            out: dict[str, Tensor] = self.module(*call, **self.states)
+        self._take(out, len(tokens), self.position)
+        self.position += len(tokens)
+        return self._logits(out["logits"], len(tokens))
+
+    def feed_all(self, parts: Sequence[Sequence[int]], buckets: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Feed several calls, each with its bucket. Returns the logits of each, as `feed` does, to the last bit.
+
+        Of a module whose large parameters are made when they are used, each layer is made once: it computes all calls
+        before the next one.
+        """
+        module = self.module
+        if not isinstance(module, Model) or module.late is None:
+            return [self.feed(part, bucket) for part, bucket in zip(parts, buckets, strict=True)]
+        calls, starts = [], []
+        for part, bucket in zip(parts, buckets, strict=True):
+            starts.append(self.position)
+            calls.append(self._call(part, bucket))
+            self.position += len(part)
+        with torch.no_grad(), module.present("spread_"):
+            with module.present("embedding"):
+                hidden = [module.embedded(tokens) for tokens, _, _ in calls]
+            shared = [module.shared(at, n, tokens.shape[1], self.states) for tokens, at, n in calls]
+            for i in range(len(module.plan.layers)):
+                with module.present(f"layer{i}_"):
+                    for j, part in enumerate(parts):
+                        out: dict[str, Tensor] = {}
+                        hidden[j] = module.layer(i, hidden[j], self.states, out, shared[j])
+                        self._take(out, len(part), starts[j])
+            with module.present("head" if hasattr(module, "head") else "embedding"):
+                made = [module.logits(h, n, module.plan.eps) for h, (_, _, n) in zip(hidden, calls, strict=True)]
+        return [self._logits(logits, len(part)) for logits, part in zip(made, parts, strict=True)]
+
+    def _call(self, tokens: Sequence[int], bucket: int, pad: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens, position and number of valid tokens of a call. Raises ValueError."""
         n = len(tokens)
         if not 1 <= n <= bucket or self.position + n > self.capacity:
             raise ValueError(f"{n} tokens at position {self.position} do not fit a bucket of {bucket} or the context")
         padded = torch.tensor([[*tokens, *[pad] * (bucket - n)]], dtype=torch.int32)
-        at = torch.tensor([self.position], dtype=torch.int32)
-        with torch.no_grad():
-            out: dict[str, Tensor] = self.module(padded, at, torch.tensor([n], dtype=torch.int32), **self.states)
-        self._take(out, n)
-        logits: NDArray[np.float32] = out["logits"].numpy()[:n]
-        return logits if self.module.every else logits[0]
+        return padded, torch.tensor([self.position], dtype=torch.int32), torch.tensor([n], dtype=torch.int32)
 
-    def _take(self, out: Mapping[str, Tensor], n: int) -> None:
-        rows = slice(self.position, self.position + n)
+    def _logits(self, logits: Tensor, n: int) -> NDArray[np.float32]:
+        rows: NDArray[np.float32] = logits.numpy()[:n]
+        return rows if self.module.every else rows[0]
+
+    def _take(self, out: Mapping[str, Tensor], n: int, start: int) -> None:
+        """Take the new states of a call of `n` tokens from position `start` on, those that are in `out`."""
+        rows = slice(start, start + n)
         for t in self.module.spec.tensors:
+            if t.name not in out:
+                continue
             if t.recurrent:
                 self.states[t.name] = out[t.name]
             elif t.kind == "key":
                 self.states[t.name][:, rows] = out[t.name][:, :n]
             else:
                 self.states[t.name][..., rows] = out[t.name][..., :n]
-        self.position += n
 
     def rows(self, tokens: Sequence[int], bucket: int) -> NDArray[np.float32]:
         """Feed any number of tokens, `bucket` at a time. Returns the logits after each: (n, V)."""
         self.module.every = True
         try:
-            parts = [self.feed(tokens[i : i + bucket], bucket) for i in range(0, len(tokens), bucket)]
+            cuts = [tokens[i : i + bucket] for i in range(0, len(tokens), bucket)]
+            parts = self.feed_all(cuts, [bucket] * len(cuts))
         finally:
             self.module.every = False
         return np.concatenate(parts)
@@ -120,6 +160,7 @@ def step_together(hosts: Sequence[Host], tokens: Sequence[int]) -> NDArray[np.fl
         out: dict[str, Tensor] = module(torch.tensor([tokens], dtype=torch.int32), at, **given)
     for lane, host in enumerate(hosts):
         rows = {t.name: out[t.name].tensor_split(len(hosts))[lane] for t in module.spec.rows}
-        host._take(rows | {t.name: out[of_lane(t.name, lane)] for t in module.spec.recurrent}, 1)
+        host._take(rows | {t.name: out[of_lane(t.name, lane)] for t in module.spec.recurrent}, 1, host.position)
+        host.position += 1
     logits: NDArray[np.float32] = out["logits"].numpy()
     return logits

@@ -20,7 +20,7 @@ from ssmd.model.state import of_lane
 
 
 @dataclass(frozen=True)
-class _Shared:
+class Shared:
     """The tensors that the layers of one call share. Causal masks: by the query heads that read one key/value head.
 
     windows: by window and those heads.
@@ -46,42 +46,52 @@ class Model(FlatModule):
     def forward(
         self, tokens: Tensor, pos: Tensor, n_valid: Tensor | None = None, **states: Tensor
     ) -> dict[str, Tensor]:
-        plan, length = self.plan, tokens.shape[1]
-        h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
-        if plan.embedding_scale != 1.0:
-            h = h * plan.embedding_scale
+        length = tokens.shape[1]
         held: Mapping[str, Held] = states if n_valid is not None else self._by_lane(states, length)
-        shared = self._with_windows(self._shared(pos, n_valid, length, held), pos, n_valid, length)
+        h = self.embedded(tokens)
+        shared = self.shared(pos, n_valid, length, held)
         out: dict[str, Any] = {}
-        for i, layer in enumerate(plan.layers):
-            if layer.mixers:
-                x = self.normed(i, layer.norms[0], h, plan.eps)
-                mixed = [self._mixed(mixer, i, x, held, out, shared) for mixer in layer.mixers]
-                if layer.sandwich:
-                    h = h + self.post_normed(i, "post_norm1", sum(mixed[1:], mixed[0]), plan.eps)
-                elif len(mixed) == 1:
-                    (y,) = mixed
-                    h = h + y
-                else:
-                    recurred, attended = mixed
-                    h = h + recurred + attended
-            if layer.mlp is not None:
-                mlp = self.swiglu if layer.mlp.activation == "swiglu" else self.relu2
-                if layer.sandwich:
-                    made = mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
-                    h = h + self.post_normed(i, "post_norm2", made, plan.eps)
-                else:
-                    h = h + mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
-        out["logits"] = self.logits(h, n_valid, plan.eps)
+        for i in range(len(self.plan.layers)):
+            h = self.layer(i, h, held, out, shared)
+        out["logits"] = self.logits(h, n_valid, self.plan.eps)
         return out if n_valid is not None else _with_lanes(out)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens (1, T), scaled: (1, T, hidden)."""
+        h = F.embedding(tokens, self.embedding)  # (1, T, hidden)
+        return h if self.plan.embedding_scale == 1.0 else h * self.plan.embedding_scale
+
+    def layer(self, i: int, h: Tensor, held: Mapping[str, Held], out: dict[str, Any], shared: Shared) -> Tensor:
+        """Compute layer `i`, h (1, T, hidden) -> (1, T, hidden), and put its new states in `out`."""
+        plan, layer = self.plan, self.plan.layers[i]
+        if layer.mixers:
+            x = self.normed(i, layer.norms[0], h, plan.eps)
+            mixed = [self._mixed(mixer, i, x, held, out, shared) for mixer in layer.mixers]
+            if layer.sandwich:
+                h = h + self.post_normed(i, "post_norm1", sum(mixed[1:], mixed[0]), plan.eps)
+            elif len(mixed) == 1:
+                (y,) = mixed
+                h = h + y
+            else:
+                recurred, attended = mixed
+                h = h + recurred + attended
+        if layer.mlp is not None:
+            mlp = self.swiglu if layer.mlp.activation == "swiglu" else self.relu2
+            made = mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
+            h = h + (self.post_normed(i, "post_norm2", made, plan.eps) if layer.sandwich else made)
+        return h
 
     def _by_lane(self, states: Mapping[str, Tensor], lanes: int) -> dict[str, Held]:
         """Return the states of a step of several streams, and their slots, under the names of a step of one."""
         names = [t.name for t in self.spec.tensors] + ["slots"] * (of_lane("slots", 0) in states)
         return {name: [states[of_lane(name, lane)] for lane in range(lanes)] for name in names}
 
-    def _shared(self, pos: Tensor, n_valid: Tensor | None, length: int, states: Mapping[str, Held]) -> _Shared:
+    def shared(self, pos: Tensor, n_valid: Tensor | None, length: int, states: Mapping[str, Held]) -> Shared:
         """Make the tensors that the layers of one call share, but only those that a layer reads."""
+        return self._with_windows(self._of_full(pos, n_valid, length, states), pos, n_valid, length)
+
+    def _of_full(self, pos: Tensor, n_valid: Tensor | None, length: int, states: Mapping[str, Held]) -> Shared:
+        """Make them but for those of the layers with a window."""
         rows = mixers.rows(self, self.plan, n_valid, length)
         rotation = None
         if self.plan.rotated:
@@ -92,12 +102,12 @@ class Model(FlatModule):
         if n_valid is None:
             if each and slots is None:
                 slots = self.lane_slots(pos, states)
-            return _Shared(rows, rotation, slots, {})
+            return Shared(rows, rotation, slots, {})
         if each and slots is None:
             slots = attention.slot_mask(pos, self.capacity(states))
-        return _Shared(rows, rotation, slots, {n: attention.causal_mask(length, n) for n in each})
+        return Shared(rows, rotation, slots, {n: attention.causal_mask(length, n) for n in each})
 
-    def _with_windows(self, shared: _Shared, pos: Tensor, n_valid: Tensor | None, length: int) -> _Shared:
+    def _with_windows(self, shared: Shared, pos: Tensor, n_valid: Tensor | None, length: int) -> Shared:
         """Add the tensors that the layers with a window share."""
         windows: dict[tuple[int, int], Window] = {}
         for m in self.plan.mixers:
@@ -128,7 +138,7 @@ class Model(FlatModule):
         x: Tensor,
         states: Mapping[str, Held],
         out: dict[str, Any],
-        shared: _Shared,
+        shared: Shared,
     ) -> Tensor:
         """Compute mixer `m` of layer `i`, x (1, T, hidden) -> (1, T, hidden), and put its new states in `out`."""
         conv, ssm, key, value = (f"{kind}_{i}" for kind in ("conv", "ssm", "key", "value"))

@@ -5,6 +5,8 @@ A runtime's own part is its Converter, in the `build.py` of each runtime.
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,10 +20,11 @@ from ssmd.build.stripping import Constants
 from ssmd.families.offsets import with_offsets
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
-from ssmd.families.weights import Binding
+from ssmd.families.weights import Binding, Parameters
 from ssmd.machine.installation import extra, to_add, to_install
-from ssmd.machine.memory import return_big_blocks
+from ssmd.machine.memory import available, return_big_blocks
 from ssmd.machine.progress import Progress, Stage, staged
+from ssmd.machine.size import show_size
 from ssmd.model.artifact import Artifact, seal
 from ssmd.model.source import Source
 from ssmd.refit.install import checked_tokenizer, config_of, fields_of, placed, save_texts
@@ -33,6 +36,9 @@ Shapes = Mapping[str, tuple[int, ...]]  # of a module's parameters, by name
 # Capacities of KV caches where one graph takes any. Empty slots cost a conversation time at each token. Moving up costs
 # it once: 3 to 20 ms for SmolLM2, as its rows move within their memory; with OpenVINO, which makes kernels, 10 to 40.
 TIERS = (*range(128, 1024, 128), *(part << power for power in range(7, 14) for part in range(8, 16)))
+_BYTES = {"int8": 1.01, "int4": 0.72, "f16": 2.0, "f32": 4.0}  # of the files, for each value
+_BASE_BYTES = 600 << 20  # of a build's memory beside the weights: PyTorch and a converter
+_COPIES = 3  # of the largest parameter in float32 at a time: as read, as changed, and its products
 if TYPE_CHECKING:
     from ssmd.authoring.model import Model
     from ssmd.build.reference import Reference  # which loads PyTorch
@@ -90,6 +96,7 @@ class Converter(Usual, Protocol):
     """A converter from a module to a runtime's files. The runtime's `build.py` has one, named CONVERTER."""
 
     packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
+    late: ClassVar[tuple[Quantization, ...]]  # for which `write` itself makes large parameters, one at a time
 
     def prepare(self) -> None:
         """Import packages whose import takes seconds."""
@@ -125,6 +132,44 @@ def check_packages(converter: Converter) -> None:
         raise BuildError(f"building needs {', '.join(missing)}: {advice}")
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a build takes at its peak, in bytes, estimated. memory: without pages of files, which the system takes back.
+
+    disk: beside the source.
+    """
+
+    memory: int
+    disk: int
+
+
+def needs_of(converter: Converter, bindings: Mapping[str, Binding], target: Target) -> Needs:
+    """Return what a build of these parameters takes."""
+    reads = {name: math.prod(shape) for one in bindings.values() for name, shape in one.reads.items()}
+    values, largest = sum(reads.values()), max(sum(map(math.prod, one.reads.values())) for one in bindings.values())
+    artifact = int(values * _BYTES[target.quantization])
+    late = target.quantization in converter.late
+    return Needs(_BASE_BYTES + 4 * (_COPIES * largest if late else values), 2 * artifact)
+
+
+def check_needs(needs: Needs, folder: Path) -> None:
+    """Check that the machine has free what a build in `folder` takes. Raises BuildError."""
+    memory = available()
+    if memory is not None and memory < needs.memory:
+        raise BuildError(
+            f"this build takes about {show_size(needs.memory)} of memory, and {show_size(memory)} are free: close "
+            "other programs, build on a machine with more, or see with `ssmd pull` whether ssmd has the model's graph, "
+            "which takes less"
+        )
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needs.disk:
+        raise BuildError(
+            f"this build takes about {show_size(needs.disk)} of the disk of {there}, and {show_size(free)} are free: "
+            "make room, or choose another disk with --models-dir"
+        )
+
+
 def build(
     converter: Converter,
     source: Source,
@@ -152,6 +197,7 @@ def build(
     config = config_of(family, source, progress)
     family.plan(config)  # raises before anything is converted
     target = targeted(converter, family, config, quantization, buckets, tiers)
+    check_needs(needs_of(converter, family.bindings(config), target), out.parent)
     tokenizer = checked_tokenizer(source, config.vocabulary)
 
     def stage(what: str) -> AbstractContextManager[None]:
@@ -264,7 +310,7 @@ def _write(
     bindings = family.bindings(config)
 
     def module_of(bindings: Mapping[str, Binding]) -> Model:
-        return author(family, config, {name: binding(source) for name, binding in bindings.items()}, target.context)
+        return author(family, config, Parameters(bindings, source), target.context)
 
     with stage("bind the weights"):
         module = module_of(bindings)
@@ -273,11 +319,14 @@ def _write(
         reference.save(folder / "golden.safetensors")
     if converter.rotates(target.quantization):
         with stage("rotate the weights"):
-            del module  # two of them at once would be the most memory that a build takes
-            module = module_of(rotated(bindings))
+            bindings = rotated(bindings)
+            module = module_of(bindings)
             reference.check(module)
     elif weights := converter.offsets(_shapes(module), target.quantization):
         with stage("divide the weights into blocks"):
-            del module
-            module = module_of(with_offsets(bindings, weights))
+            bindings = with_offsets(bindings, weights)
+            module = module_of(bindings)
+    if target.quantization not in converter.late:
+        with stage("make the weights in float32"):
+            module = author(family, config, {n: binding(source) for n, binding in bindings.items()}, target.context)
     return reference, converter.write(module, target, folder, stage)

@@ -71,11 +71,9 @@ def one_thread() -> Iterator[None]:
 
 def golden(module: FlatModule, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Return logits (k, V) after GOLDEN_POSITIONS of `tokens`. Raises ReferenceFailed."""
-    host = Host(module, GOLDEN_TOKENS)
-    logits = []
-    for position in GOLDEN_POSITIONS:
-        part = tokens[host.position : position + 1]
-        logits.append(host.feed(part, len(part)))
+    ends = [position + 1 for position in GOLDEN_POSITIONS]
+    parts = [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    logits = Host(module, GOLDEN_TOKENS).feed_all(parts, [len(part) for part in parts])
     if not all(np.isfinite(row).all() for row in logits):
         raise ReferenceFailed("the model's logits are not finite: its weights or its config are damaged")
     return np.stack(logits)

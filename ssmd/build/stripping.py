@@ -9,7 +9,7 @@ from __future__ import annotations
 import filecmp
 import hashlib
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,7 +20,7 @@ import numpy as np
 
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import BLOCK
-from ssmd.families.weights import Array, Binding
+from ssmd.families.weights import Array, Binding, Parameters, mapped
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Tensors
 from ssmd.refit.catalog import SEED, seeded_ids, seeded_tokens, verified
@@ -99,11 +99,11 @@ def make(
                 found.setdefault(name, set()).update(encodings)
         tables = family.tables(parsed, target.context)
         bindings = bindings_of(config, header.recipe, target.context)
-        parameters = {n: decoded(b(source), found.get(n, ())) for n, b in bindings.items() if n not in tables}
+        read = {n: mapped(_decoder(found.get(n, ())), b) for n, b in bindings.items() if n not in tables}
+        parameters = Parameters(read, source)
         tokens = seeded_tokens(parsed.vocabulary)
         with one_thread():
             logits = golden(author(family, parsed, parameters, target.context), tokens)
-        del parameters
         rows = tuple(tuple(map(float, row)) for row in logits[:, seeded_ids(parsed.vocabulary)])
         values = Golden(
             seed=SEED, tokens=tuple(tokens), positions=GOLDEN_POSITIONS, logits=rows, rms=(0.0,) * len(rows)
@@ -115,6 +115,11 @@ def make(
         raise StripError(f"the runtime's logits are {max(errors):.2g} standard deviations off those of PyTorch")
     header = graph.header.model_copy(update={"golden": values.model_copy(update={"rms": errors})})
     return StrippedGraph(header, graph.literals)
+
+
+def _decoder(encodings: Collection[str]) -> Callable[[Array], Array]:
+    """Return the function that gives a parameter as a runtime reads it from these encodings."""
+    return lambda array: decoded(array, encodings)
 
 
 def written(
@@ -132,7 +137,10 @@ def written(
     source, bindings = SeededSource(config, seed), bindings_of(config, turned, target.context)
     tables = family.tables(parsed, target.context)
     converter.prepare()
-    module = author(family, parsed, {n: b(source) for n, b in bindings.items() if n not in tables}, target.context)
+    own = {n: b for n, b in bindings.items() if n not in tables}
+    late = target.quantization in converter.late
+    parameters = Parameters(own, source) if late else {n: b(source) for n, b in own.items()}
+    module = author(family, parsed, parameters, target.context)
     conversion = converter.write(module, target, folder, lambda _: nullcontext())
     files, literals = strip(folder, converter.constants(folder), bindings, source)
     header = Header(

@@ -5,7 +5,10 @@ All arithmetic that involves only weights is in bindings, so that every constant
 
 from __future__ import annotations
 
+import hashlib
 import math
+import mmap
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +19,8 @@ from ssmd.model.source import Tensors
 
 Array = NDArray[np.float32]
 BLOCK_ELEMENTS = 1 << 18  # 1 MB: what is made of a block stays in a processor's cache
+LATE_BYTES = 1 << 20  # bytes in float32 from which a parameter is made only when it is used
+_MARK = 4  # numbers that distinguish a parameter without values from all others
 
 
 @dataclass(frozen=True)
@@ -84,3 +89,56 @@ def mapped(function: Callable[..., Array], part: Binding, *others: Binding, by_r
 def given(make: Callable[[], Array]) -> Binding:
     """Return the binding of an array that is made without tensors."""
     return Binding(lambda _: make(), lambda _: iter([make()]), {})
+
+
+class Parameters(Mapping[str, Array]):
+    """The parameters of a module, of which the large ones are made only when they are used.
+
+    As a mapping it gives small parameters, and in place of large ones memory that takes no room until it is written:
+    zeros after a few numbers of their own, of the right shape. A parameter whose values are all the same counts as
+    small, because a converter stores one value for it. late: the shapes of the large ones, by name.
+    """
+
+    def __init__(self, bindings: Mapping[str, Binding], source: Tensors) -> None:
+        """Raise SourceError if a tensor is absent or invalid: each parameter is made once."""
+        self._bindings, self._source = bindings, source
+        self._arrays: dict[str, Array] = {}
+        self.late: dict[str, tuple[int, ...]] = {}
+        for name, binding in bindings.items():
+            value = binding(source)
+            if value.nbytes >= LATE_BYTES and not (value == value.flat[0]).all():
+                self.late[name] = value.shape
+                value = _empty(name, value.shape)
+            self._arrays[name] = value
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def whole(self, name: str) -> Array:
+        """Make a parameter. Raises SourceError."""
+        return self._bindings[name](self._source)
+
+    def blocks(self, name: str) -> Iterator[Array]:
+        """Make a parameter by blocks of its rows. Raises SourceError."""
+        return self._bindings[name].blocks(self._source)
+
+
+def _empty(name: str, shape: tuple[int, ...]) -> Array:
+    """Return writable zeros that take no memory yet, after _MARK numbers that depend on the name."""
+    nbytes = 4 * math.prod(shape)
+    if sys.platform == "win32":
+        memory = mmap.mmap(-1, nbytes)
+    else:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform == "linux":  # a huge page would take 2 MB for the few numbers
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    array = np.frombuffer(memory, np.float32).reshape(shape)
+    digest = np.frombuffer(hashlib.sha256(name.encode()).digest(), np.uint16)
+    array.flat[:_MARK] = (digest[:_MARK].astype(np.float32) + 1) / np.float32(1 << 16)
+    return array

@@ -14,9 +14,12 @@ from tokenizers import Tokenizer as Library
 from ssmd.authoring.host import Host
 from ssmd.authoring.model import author
 from ssmd.build.quality import QualityError, compared, measure
-from ssmd.build.reference import Reference, ReferenceFailed
+from ssmd.build.reference import Reference, ReferenceFailed, golden
+from ssmd.families import weights
 from ssmd.families.registry import family_of
+from ssmd.families.rotation import rotated
 from ssmd.model.artifact import Artifact
+from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source
 from ssmd.text.tokenizer import Tokenizer
 from ssmd_litert.runtime import LiteRTRuntime
@@ -46,6 +49,26 @@ def test_rows_are_those_of_single_steps(variant: str, tmp_path: Path) -> None:
     module.embedding.data[:] = torch.nan
     with pytest.raises(ReferenceFailed, match="not finite"):
         Reference.of(module, tokenizer)
+
+
+@pytest.mark.parametrize("variant", ["granite", "llama-untied", "mamba", "falcon-h1"])
+def test_values_made_by_layer_give_the_same_bits(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rotated form too: its small matrices belong to no layer."""
+    name, fields = tiny.VARIANTS[variant]
+    source = SeededSource({"model_type": name, "vocab_size": 300, **fields}, 1)
+    family = family_of(source.config)
+    config = family.parse(source.config)
+    tokens = np.random.default_rng(3).integers(0, config.vocabulary, 70).tolist()
+    bindings = family.bindings(config)
+    for form in (bindings, rotated(bindings)):
+        whole = author(family, config, {n: b(source) for n, b in form.items()}, 128)
+        monkeypatch.setattr(weights, "LATE_BYTES", 2048)
+        parameters = weights.Parameters(form, source)
+        assert {"embedding", "layer0_out", "layer0_o"} & parameters.late.keys()
+        module = author(family, config, parameters, 128)
+        assert np.array_equal(golden(module, tokens), golden(whole, tokens))
+        assert np.array_equal(Host(module, 80).rows(tokens, 64), Host(whole, 80).rows(tokens, 64))
+        assert all(not getattr(module, n).flatten()[4:].any() for n in parameters.late), "its memory is given back"
 
 
 @pytest.mark.parametrize("count", [2, 30, 64, 65, 150])
