@@ -7,9 +7,11 @@ MODEL: the name or folder of an artifact, whose context must hold the longest pr
 (tests/data/agents) has lengths in tokens of the artifact's tokenizer, and the places that change; its text is made of
 words without meaning. The client is real HTTP, streams, and repeats what the model answered. A step's call is forced,
 so that every model makes it. Each agent has a daemon with an empty data directory. Then the first two agents take turns
-at one daemon. Rows have medians. *read*: prompt tokens that were fed before the answer. *TTFT* is by the client's
-clock; after a start, a kill and an unload it has the model's load in it. *CPU* and *written* (blocks, /proc/PID/io)
-include the daemon's work up to the next request. *on disk*: growth of the data directory.
+at one daemon. Rows have medians. *read*: prompt tokens that were fed before the answer. *new*: those of them that no
+server could spare, as no earlier prompt or answer of the data directory begins with the tokens up to there. *read/new*
+is by sums: 1.00 is the least. *TTFT* is by the client's clock; after a start, a kill and an unload it has the model's
+load in it. *CPU* and *written* (blocks, /proc/PID/io) include the daemon's work up to the next request. *on disk*:
+growth of the data directory.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +61,12 @@ class Words:
         self._tokenizer: Any = Tokenizer.from_file(str(tokenizer))
         self._dictionary = DICTIONARY.split()
 
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
     def count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return len(self.ids(text))
 
     def text(self, tokens: int, key: str, *, changes: bool = False) -> str:
         """Return a text. changes: it differs from that of any other key in its first tokens."""
@@ -194,6 +200,7 @@ class Row:
     cached: int
     resume: str
     ttft_ms: float
+    new: int = 0  # tokens of the prompt that no earlier one has in this order
     cpu_ms: float = 0.0
     written: int = 0
     on_disk: int = 0
@@ -210,6 +217,7 @@ class Client:
     pause_s: float
     named: bool = True
     rows: list[Row] = field(default_factory=list)
+    sent: list[tuple[Fields, int]] = field(default_factory=list)  # of each row: the body, and tokens of the answer
 
     def ask(self, kind: str, talk: Conversation, *, calls: bool = False, beside: Conversation | None = None) -> Reply:
         """Send a conversation, and add the answer to it. calls: force a call. beside: one that is sent meanwhile."""
@@ -217,14 +225,17 @@ class Client:
         title: list[Reply] = []
         thread = threading.Thread(target=lambda: title.append(self._send(beside, False)) if beside else None)
         thread.start()
+        body = talk.body(len(self.rows))
         reply = self._send(talk, calls)
         thread.join()
         talk.hear(reply)
         time.sleep(self.pause_s)
         cpu_ms, written, on_disk = (now - then for now, then in zip(self._counters(), before, strict=True))
-        self._note(kind, talk, reply, cpu_ms=cpu_ms, written=int(written), on_disk=int(on_disk))
+        beside_it = None if beside is None else beside.body(len(self.rows))
+        self._note(kind, talk, body, reply, cpu_ms=cpu_ms, written=int(written), on_disk=int(on_disk))
         for other in title:
-            self._note("title, beside the first", talk, other)
+            assert beside_it is not None
+            self._note("title, beside the first", talk, beside_it, other)
         if beside is not None and not title:
             raise RuntimeError("the request for a title failed: the thread's error stands above")
         return reply
@@ -237,12 +248,23 @@ class Client:
         tokens = 100 if calls else ANSWER_TOKENS
         return self.server.chat(body.pop("messages"), model=self.model, max_tokens=tokens, store=store, **body)
 
-    def _note(self, kind: str, talk: Conversation, reply: Reply, **costs: Any) -> None:
+    def _note(self, kind: str, talk: Conversation, body: Fields, reply: Reply, **costs: Any) -> None:
         usage = reply.usage
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
         resume = usage.get("ssmd", {}).get("resume", "")
         row = Row(talk.agent.name, kind, int(usage["prompt_tokens"]), cached, resume, reply.ttft_ms, **costs)
         self.rows.append(row)
+        self.sent.append((body, int(usage["completion_tokens"])))
+
+    def with_new(self, words: Words) -> list[Row]:
+        """Return the rows with `new`, by the server's template. After the trace, as it takes the server's time."""
+        known: list[tuple[list[int], int]] = []
+        found = []
+        for row, (body, answer) in zip(self.rows, self.sent, strict=True):
+            ids = words.ids(self.server.post("/apply-template", {"model": self.model, **body})["prompt"])
+            found.append(replace(row, new=len(ids) - max((_common(ids, *one) for one in known), default=0)))
+            known.append((ids, answer))
+        return found
 
     def _counters(self) -> tuple[float, int, int]:
         """Return the server's CPU time in ms, bytes written, and bytes of the files in the data directory."""
@@ -324,6 +346,13 @@ def _part(text: str) -> Fields:
     return {"type": "text", "text": f"{text}\n"}
 
 
+def _common(ids: Sequence[int], earlier: Sequence[int], answer: int) -> int:
+    """Count the first tokens that a prompt shares with an earlier one and its answer, of which the last is not fed."""
+    least = min(len(ids) - 1, len(earlier))
+    same = next((i for i in range(least) if ids[i] != earlier[i]), least)
+    return min(same + max(0, answer - 1), len(ids) - 1) if same == len(earlier) else same
+
+
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
@@ -333,7 +362,8 @@ def _size(file: Path) -> int:
 
 def show(rows: Sequence[Row]) -> None:
     """Print a table with a row for each kind of request, and one for all of an agent."""
-    heads = ("agent", "request", "n", "prompt", "cached", "read", "TTFT ms", "CPU ms", "written kB", "on disk kB")
+    heads = ("agent", "request", "n", "prompt", "cached", "read", "new", "read/new")
+    heads += ("TTFT ms", "CPU ms", "written kB", "on disk kB")
     print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
     kinds: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -350,17 +380,20 @@ def _line(agent: str, kind: str, rows: Sequence[Row], of: Callable[[list[float]]
         return f"{of(values) / scale:,.0f}"
 
     counts = [cell([getattr(row, name) for row in rows]) for name in ("prompt", "cached")]
-    read = cell([row.prompt - row.cached for row in rows])
+    reads, new = [row.prompt - row.cached for row in rows], [row.new for row in rows]
+    read = (cell(reads), cell(new), f"{sum(reads) / max(1, sum(new)):.2f}")
     ttft = f"{statistics.median(row.ttft_ms for row in rows):,.0f}"
     costs = (
         cell([row.cpu_ms for row in rows]),
         cell([row.written for row in rows], 1e3),
         cell([row.on_disk for row in rows], 1e3),
     )
-    print(f"| {' | '.join((agent, kind, str(len(rows)), *counts, read, ttft, *costs))} |", flush=True)
+    print(f"| {' | '.join((agent, kind, str(len(rows)), *counts, *read, ttft, *costs))} |", flush=True)
 
 
-def measure(artifact: Path, agents: Sequence[Agent], store: bool | None, pause_s: float = PAUSE_S) -> list[Row]:
+def measure(
+    artifact: Path, words: Words, agents: Sequence[Agent], store: bool | None, pause_s: float = PAUSE_S
+) -> list[Row]:
     """Run the traces with daemons of one artifact. Returns a row for each request."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as at:
@@ -372,11 +405,13 @@ def measure(artifact: Path, agents: Sequence[Agent], store: bool | None, pause_s
                     trace(client, group[0])
                 else:
                     in_turn(client, group)
-                rows += client.rows
+                rows += client.with_new(words)
     return rows
 
 
-def measure_llama(binary: Path, gguf: Path, agents: Sequence[Agent], context: int, pause_s: float) -> list[Row]:
+def measure_llama(
+    binary: Path, gguf: Path, words: Words, agents: Sequence[Agent], context: int, pause_s: float
+) -> list[Row]:
     """The same with llama-server, which keeps nothing over a kill and cannot unload its model."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as at:
@@ -389,7 +424,7 @@ def measure_llama(binary: Path, gguf: Path, agents: Sequence[Agent], context: in
                     trace(client, group[0], unloads=False)
                 else:
                     in_turn(client, group)
-                rows += client.rows
+                rows += client.with_new(words)
     return rows
 
 
@@ -412,11 +447,11 @@ def main() -> None:
     agents = [Agent(name, words, asked.scale) for name in names]
     form = "store: false" if asked.store_false else "store as each agent has it"
     print(f"# agents: {artifact.parent.name}, {artifact.name}, lengths × {asked.scale}, {form}; {conditions()}\n")
-    show(measure(artifact, agents, False if asked.store_false else None, asked.pause))
+    show(measure(artifact, words, agents, False if asked.store_false else None, asked.pause))
     if asked.llama_server:
         print("\nllama-server, on the same trace\n")
         binary, gguf = asked.llama_server
-        show(measure_llama(binary, gguf, agents, asked.llama_context, asked.pause))
+        show(measure_llama(binary, gguf, words, agents, asked.llama_context, asked.pause))
 
 
 if __name__ == "__main__":
