@@ -1,7 +1,7 @@
 """Coding agents' conversations, made by rules from recorded shapes: the tokens that each request reads, and its writes.
 
     benchmarks/agents.py MODEL [--agents claude,opencode,pi,codex] [--scale 0.1] [--store-false]
-                               [--llama-server BINARY GGUF]
+                               [--llama BINARY GGUF]
 
 MODEL: the name or folder of an artifact, whose context must hold the longest prompt: 25,000 tokens at scale 1. A shape
 (tests/data/agents) has lengths in tokens of the artifact's tokenizer, and the places that change; its text is made of
@@ -11,7 +11,8 @@ at one daemon. Rows have medians. *read*: prompt tokens that were fed before the
 server could spare, as no earlier prompt or answer of the data directory begins with the tokens up to there. *read/new*
 is by sums: 1.00 is the least. *TTFT* is by the client's clock; after a start, a kill and an unload it has the model's
 load in it. *CPU* and *written* (blocks, /proc/PID/io) include the daemon's work up to the next request. *on disk*:
-growth of the data directory.
+growth of the data directory. BINARY: llama-server, or a Python that has the wheel xllamacpp; with --llama it runs the
+same trace, and *llama read* is what it read.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ STEPS = 3  # calls of a turn
 IN_TURN = 3  # turns of each of two agents
 ANSWER_TOKENS = 12
 LEAST_TOOL = 60  # tokens of a tool's definition; smaller ones are joined where a scale would make them so
+CALL = {"type": "function", "function": {"name": "shell", "arguments": '{"command": "ls"}'}}
 LEAST_CHANGE = 4  # tokens of a part that changes
 DICTIONARY = (  # the words of all texts
     "the a of to and in is it for on with as this that be are use when only file files path line lines command result "
@@ -228,11 +230,14 @@ class Client:
         body = talk.body(len(self.rows))
         reply = self._send(talk, calls)
         thread.join()
+        if calls and not reply.calls:  # another server's grammar lets random weights run out of tokens before the call
+            reply = replace(reply, calls=[{**CALL, "id": f"call_{len(self.rows)}"}])
         talk.hear(reply)
         time.sleep(self.pause_s)
         cpu_ms, written, on_disk = (now - then for now, then in zip(self._counters(), before, strict=True))
         beside_it = None if beside is None else beside.body(len(self.rows))
-        self._note(kind, talk, body, reply, cpu_ms=cpu_ms, written=int(written), on_disk=int(on_disk))
+        costs = {"cpu_ms": cpu_ms, "written": int(written), "on_disk": int(on_disk)}
+        self._note(kind, talk, body, reply, calls=calls, **costs)
         for other in title:
             assert beside_it is not None
             self._note("title, beside the first", talk, beside_it, other)
@@ -248,13 +253,15 @@ class Client:
         tokens = 100 if calls else ANSWER_TOKENS
         return self.server.chat(body.pop("messages"), model=self.model, max_tokens=tokens, store=store, **body)
 
-    def _note(self, kind: str, talk: Conversation, body: Fields, reply: Reply, **costs: Any) -> None:
-        usage = reply.usage
+    def _note(
+        self, kind: str, talk: Conversation, body: Fields, reply: Reply, *, calls: bool = False, **costs: Any
+    ) -> None:
+        usage, forced = reply.usage, calls and self.named  # text that a grammar forces is fed with the next prompt
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
         resume = usage.get("ssmd", {}).get("resume", "")
         row = Row(talk.agent.name, kind, int(usage["prompt_tokens"]), cached, resume, reply.ttft_ms, **costs)
         self.rows.append(row)
-        self.sent.append((body, int(usage["completion_tokens"])))
+        self.sent.append((body, 0 if forced else int(usage["completion_tokens"])))
 
     def with_new(self, words: Words) -> list[Row]:
         """Return the rows with `new`, by the server's template. After the trace, as it takes the server's time."""
@@ -360,22 +367,34 @@ def _size(file: Path) -> int:
         return 0
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print a table with a row for each kind of request, and one for all of an agent."""
+def show(rows: Sequence[Row], peer: Sequence[Row] | None = None) -> None:
+    """Print a table with a row for each kind of request, and one for all of an agent. peer: of llama-server."""
     heads = ("agent", "request", "n", "prompt", "cached", "read", "new", "read/new")
     heads += ("TTFT ms", "CPU ms", "written kB", "on disk kB")
+    heads += () if peer is None else ("llama prompt", "llama read", "its read/new")
     print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
     kinds: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        kinds[row.agent, row.kind].append(row)
+    others: dict[tuple[str, str], list[Row]] | None = None if peer is None else defaultdict(list)
+    total = "**all: sums; TTFT: median**"
+    for grouped, made in ((kinds, rows), (others, peer)):
+        for row in made or ():
+            for kind in (row.kind, total):
+                if grouped is not None:
+                    grouped[row.agent, kind].append(row)
     for agent in dict.fromkeys(row.agent for row in rows):
-        for (of, kind), found in kinds.items():
-            if of == agent:
-                _line(agent, kind, found, statistics.median)
-        _line(agent, "**all: sums; TTFT: median**", [row for row in rows if row.agent == agent], sum)
+        listed = [kind for of, kind in kinds if of == agent and kind != total]
+        for kind in (*listed, total):
+            of = sum if kind == total else statistics.median
+            _line(agent, kind, kinds[agent, kind], of, None if others is None else others[agent, kind])
 
 
-def _line(agent: str, kind: str, rows: Sequence[Row], of: Callable[[list[float]], float]) -> None:
+def _line(
+    agent: str,
+    kind: str,
+    rows: Sequence[Row],
+    of: Callable[[list[float]], float],
+    peer: Sequence[Row] | None = None,
+) -> None:
     def cell(values: list[float], scale: float = 1.0) -> str:
         return f"{of(values) / scale:,.0f}"
 
@@ -383,11 +402,15 @@ def _line(agent: str, kind: str, rows: Sequence[Row], of: Callable[[list[float]]
     reads, new = [row.prompt - row.cached for row in rows], [row.new for row in rows]
     read = (cell(reads), cell(new), f"{sum(reads) / max(1, sum(new)):.2f}")
     ttft = f"{statistics.median(row.ttft_ms for row in rows):,.0f}"
-    costs = (
+    costs: tuple[str, ...] = (
         cell([row.cpu_ms for row in rows]),
         cell([row.written for row in rows], 1e3),
         cell([row.on_disk for row in rows], 1e3),
     )
+    if peer is not None:
+        its_reads, its_new = [row.prompt - row.cached for row in peer], [row.new for row in peer]
+        its = cell([row.prompt for row in peer]) if peer else ""
+        costs += (its, cell(its_reads) if peer else "", f"{sum(its_reads) / max(1, sum(its_new)):.2f}" if peer else "")
     print(f"| {' | '.join((agent, kind, str(len(rows)), *counts, *read, ttft, *costs))} |", flush=True)
 
 
@@ -418,7 +441,8 @@ def measure_llama(
         for group in [[agent] for agent in agents] + ([list(agents[:2])] if len(agents) > 1 else []):
             folder = Path(at) / "+".join(agent.name for agent in group)
             with LlamaServer(binary, gguf, folder, context=context, threads=os.cpu_count() or 1) as server:
-                print(f"llama-server: {server.producer()}", flush=True)
+                if not rows:
+                    print(f"llama-server: {server.producer()}; its defaults for prompt cache and checkpoints\n")
                 client = Client(server, "gguf", folder, None, pause_s, named=False)
                 if len(group) == 1:
                     trace(client, group[0], unloads=False)
@@ -435,7 +459,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
     parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds between requests")
     parser.add_argument("--store-false", action="store_true", help="`store: false` in all requests")
-    parser.add_argument("--llama-server", nargs=2, type=Path, metavar=("BINARY", "GGUF"))
+    parser.add_argument("--llama", nargs=2, type=Path, metavar=("BINARY", "GGUF"))
     parser.add_argument("--llama-context", type=int, default=32768, help="tokens")
     asked = parser.parse_args()
     names = asked.agents.split(",")
@@ -447,11 +471,8 @@ def main() -> None:
     agents = [Agent(name, words, asked.scale) for name in names]
     form = "store: false" if asked.store_false else "store as each agent has it"
     print(f"# agents: {artifact.parent.name}, {artifact.name}, lengths × {asked.scale}, {form}; {conditions()}\n")
-    show(measure(artifact, words, agents, False if asked.store_false else None, asked.pause))
-    if asked.llama_server:
-        print("\nllama-server, on the same trace\n")
-        binary, gguf = asked.llama_server
-        show(measure_llama(binary, gguf, words, agents, asked.llama_context, asked.pause))
+    peer = None if asked.llama is None else measure_llama(*asked.llama, words, agents, asked.llama_context, asked.pause)
+    show(measure(artifact, words, agents, False if asked.store_false else None, asked.pause), peer)
 
 
 if __name__ == "__main__":
