@@ -7,7 +7,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Integer, bindparam, cast, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    Connection,
+    Integer,
+    LargeBinary,
+    bindparam,
+    cast,
+    delete,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, digest, keys_of, prefix_keys
@@ -43,10 +56,15 @@ class CheckpointResult:
     why_not: str = ""  # why it was not stored
 
 
+# Hundreds of anchors come as one value that is cut here: to bind each of them takes longer than to look it up.
+_NAME_BYTES = 32
+_numbered = select(literal(0).label("n")).cte("numbered", recursive=True)
+_numbered = _numbered.union_all(select(_numbered.c.n + 1).where(_numbered.c.n + 1 < bindparam("count", type_=Integer)))
+_ANCHORS = func.substr(bindparam("anchors", type_=LargeBinary), _numbered.c.n * _NAME_BYTES + 1, _NAME_BYTES)
 _NEAR = (
     select(_c.position)
     .where(
-        _c.anchor.in_(bindparam("anchors", expanding=True)),
+        _c.anchor.in_(select(_ANCHORS)),
         _c.position.between(bindparam("first"), bindparam("last")),
         seen(_c.owner),
     )
@@ -98,7 +116,7 @@ def find(
     marks = named(anchors(first, last))
     if not marks:
         return None
-    near = {"anchors": list(marks), "first": first, "last": last, **by(domain)}
+    near = {"anchors": b"".join(marks), "count": len(marks), "first": first, "last": last, **by(domain)}
     sealed_as = named(sorted(connection.scalars(_NEAR, near)))
     keys = list(sealed_as)
     batch = 16  # the match is mostly among the deepest keys
