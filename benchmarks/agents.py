@@ -230,14 +230,15 @@ class Client:
         body = talk.body(len(self.rows))
         reply = self._send(talk, calls)
         thread.join()
+        unfed = calls and self.named  # text that ssmd's grammar forces is fed with the next prompt
         if calls and not reply.calls:  # another server's grammar lets random weights run out of tokens before the call
-            reply = replace(reply, calls=[{**CALL, "id": f"call_{len(self.rows)}"}])
+            reply, unfed = replace(reply, calls=[{**CALL, "id": f"call_{len(self.rows)}"}]), True
         talk.hear(reply)
         time.sleep(self.pause_s)
         cpu_ms, written, on_disk = (now - then for now, then in zip(self._counters(), before, strict=True))
         beside_it = None if beside is None else beside.body(len(self.rows))
         costs = {"cpu_ms": cpu_ms, "written": int(written), "on_disk": int(on_disk)}
-        self._note(kind, talk, body, reply, calls=calls, **costs)
+        self._note(kind, talk, body, reply, unfed=unfed, **costs)
         for other in title:
             assert beside_it is not None
             self._note("title, beside the first", talk, beside_it, other)
@@ -254,14 +255,15 @@ class Client:
         return self.server.chat(body.pop("messages"), model=self.model, max_tokens=tokens, store=store, **body)
 
     def _note(
-        self, kind: str, talk: Conversation, body: Fields, reply: Reply, *, calls: bool = False, **costs: Any
+        self, kind: str, talk: Conversation, body: Fields, reply: Reply, *, unfed: bool = False, **costs: Any
     ) -> None:
-        usage, forced = reply.usage, calls and self.named  # text that a grammar forces is fed with the next prompt
+        """Add a row. unfed: the next prompt has another answer, or one that was not fed."""
+        usage = reply.usage
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
         resume = usage.get("ssmd", {}).get("resume", "")
         row = Row(talk.agent.name, kind, int(usage["prompt_tokens"]), cached, resume, reply.ttft_ms, **costs)
         self.rows.append(row)
-        self.sent.append((body, 0 if forced else int(usage["completion_tokens"])))
+        self.sent.append((body, 0 if unfed else int(usage["completion_tokens"])))
 
     def with_new(self, words: Words) -> list[Row]:
         """Return the rows with `new`, by the server's template. After the trace, as it takes the server's time."""
@@ -433,14 +435,14 @@ def measure(
 
 
 def measure_llama(
-    binary: Path, gguf: Path, words: Words, agents: Sequence[Agent], context: int, pause_s: float
+    binary: Path, gguf: Path, words: Words, agents: Sequence[Agent], context: int, threads: int, pause_s: float
 ) -> list[Row]:
     """The same with llama-server, which keeps nothing over a kill and cannot unload its model."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as at:
         for group in [[agent] for agent in agents] + ([list(agents[:2])] if len(agents) > 1 else []):
             folder = Path(at) / "+".join(agent.name for agent in group)
-            with LlamaServer(binary, gguf, folder, context=context, threads=os.cpu_count() or 1) as server:
+            with LlamaServer(binary, gguf, folder, context=context, threads=threads) as server:
                 if not rows:
                     print(f"llama-server: {server.producer()}; its defaults for prompt cache and checkpoints\n")
                 client = Client(server, "gguf", folder, None, pause_s, named=False)
@@ -461,6 +463,7 @@ def main() -> None:
     parser.add_argument("--store-false", action="store_true", help="`store: false` in all requests")
     parser.add_argument("--llama", nargs=2, type=Path, metavar=("BINARY", "GGUF"))
     parser.add_argument("--llama-context", type=int, default=32768, help="tokens")
+    parser.add_argument("--llama-threads", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
     names = asked.agents.split(",")
     if unknown := [name for name in names if name not in AGENTS]:
@@ -471,7 +474,10 @@ def main() -> None:
     agents = [Agent(name, words, asked.scale) for name in names]
     form = "store: false" if asked.store_false else "store as each agent has it"
     print(f"# agents: {artifact.parent.name}, {artifact.name}, lengths × {asked.scale}, {form}; {conditions()}\n")
-    peer = None if asked.llama is None else measure_llama(*asked.llama, words, agents, asked.llama_context, asked.pause)
+    peer = None
+    if asked.llama is not None:
+        options = asked.llama_context, asked.llama_threads, asked.pause
+        peer = measure_llama(*asked.llama, words, agents, *options)
     show(measure(artifact, words, agents, False if asked.store_false else None, asked.pause), peer)
 
 
