@@ -498,7 +498,7 @@ def _opening(request: Request, first: int) -> list[BlockEnd]:
     first: index of the first message behind the system prompt.
     """
     last = len(request.messages) - 1
-    if any(message.role == "assistant" for message in request.messages[first:]):
+    if last < first or any(message.role == "assistant" for message in request.messages[first:]):
         return []
     length = len(request.messages[last].content)
     ends = [b for b in request.blocks if b.message == last and b.characters is not None and b.characters < length]
