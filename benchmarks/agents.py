@@ -1,15 +1,18 @@
 """Coding agents' conversations, made by rules from recorded shapes: the tokens that each request reads, and its writes.
 
     benchmarks/agents.py MODEL [--agents claude,opencode,pi,codex] [--scale 0.1] [--store-false]
-                               [--llama-server BINARY GGUF]
+                               [--llama BINARY GGUF]
 
 MODEL: the name or folder of an artifact, whose context must hold the longest prompt: 25,000 tokens at scale 1. A shape
 (tests/data/agents) has lengths in tokens of the artifact's tokenizer, and the places that change; its text is made of
 words without meaning. The client is real HTTP, streams, and repeats what the model answered. A step's call is forced,
 so that every model makes it. Each agent has a daemon with an empty data directory. Then the first two agents take turns
-at one daemon. Rows have medians. *read*: prompt tokens that were fed before the answer. *TTFT* is by the client's
-clock; after a start, a kill and an unload it has the model's load in it. *CPU* and *written* (blocks, /proc/PID/io)
-include the daemon's work up to the next request. *on disk*: growth of the data directory.
+at one daemon. Rows have medians. *read*: prompt tokens that were fed before the answer. *new*: those of them that no
+server could spare, as no earlier prompt or answer of the data directory begins with the tokens up to there. *read/new*
+is by sums: 1.00 is the least. *TTFT* is by the client's clock; after a start, a kill and an unload it has the model's
+load in it. *CPU* and *written* (blocks, /proc/PID/io) include the daemon's work up to the next request. *on disk*:
+growth of the data directory. BINARY: llama-server, or a Python that has the wheel xllamacpp; with --llama it runs the
+same trace, and *llama read* is what it read.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ STEPS = 3  # calls of a turn
 IN_TURN = 3  # turns of each of two agents
 ANSWER_TOKENS = 12
 LEAST_TOOL = 60  # tokens of a tool's definition; smaller ones are joined where a scale would make them so
+CALL = {"type": "function", "function": {"name": "shell", "arguments": '{"command": "ls"}'}}
 LEAST_CHANGE = 4  # tokens of a part that changes
 DICTIONARY = (  # the words of all texts
     "the a of to and in is it for on with as this that be are use when only file files path line lines command result "
@@ -59,8 +63,12 @@ class Words:
         self._tokenizer: Any = Tokenizer.from_file(str(tokenizer))
         self._dictionary = DICTIONARY.split()
 
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
     def count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return len(self.ids(text))
 
     def text(self, tokens: int, key: str, *, changes: bool = False) -> str:
         """Return a text. changes: it differs from that of any other key in its first tokens."""
@@ -194,6 +202,7 @@ class Row:
     cached: int
     resume: str
     ttft_ms: float
+    new: int = 0  # tokens of the prompt that no earlier one has in this order
     cpu_ms: float = 0.0
     written: int = 0
     on_disk: int = 0
@@ -210,6 +219,7 @@ class Client:
     pause_s: float
     named: bool = True
     rows: list[Row] = field(default_factory=list)
+    sent: list[tuple[Fields, int]] = field(default_factory=list)  # of each row: the body, and tokens of the answer
 
     def ask(self, kind: str, talk: Conversation, *, calls: bool = False, beside: Conversation | None = None) -> Reply:
         """Send a conversation, and add the answer to it. calls: force a call. beside: one that is sent meanwhile."""
@@ -217,14 +227,21 @@ class Client:
         title: list[Reply] = []
         thread = threading.Thread(target=lambda: title.append(self._send(beside, False)) if beside else None)
         thread.start()
+        body = talk.body(len(self.rows))
         reply = self._send(talk, calls)
         thread.join()
+        unfed = calls and self.named  # text that ssmd's grammar forces is fed with the next prompt
+        if calls and not reply.calls:  # another server's grammar lets random weights run out of tokens before the call
+            reply, unfed = replace(reply, calls=[{**CALL, "id": f"call_{len(self.rows)}"}]), True
         talk.hear(reply)
         time.sleep(self.pause_s)
         cpu_ms, written, on_disk = (now - then for now, then in zip(self._counters(), before, strict=True))
-        self._note(kind, talk, reply, cpu_ms=cpu_ms, written=int(written), on_disk=int(on_disk))
+        beside_it = None if beside is None else beside.body(len(self.rows))
+        costs = {"cpu_ms": cpu_ms, "written": int(written), "on_disk": int(on_disk)}
+        self._note(kind, talk, body, reply, unfed=unfed, **costs)
         for other in title:
-            self._note("title, beside the first", talk, other)
+            assert beside_it is not None
+            self._note("title, beside the first", talk, beside_it, other)
         if beside is not None and not title:
             raise RuntimeError("the request for a title failed: the thread's error stands above")
         return reply
@@ -237,12 +254,26 @@ class Client:
         tokens = 100 if calls else ANSWER_TOKENS
         return self.server.chat(body.pop("messages"), model=self.model, max_tokens=tokens, store=store, **body)
 
-    def _note(self, kind: str, talk: Conversation, reply: Reply, **costs: Any) -> None:
+    def _note(
+        self, kind: str, talk: Conversation, body: Fields, reply: Reply, *, unfed: bool = False, **costs: Any
+    ) -> None:
+        """Add a row. unfed: the next prompt has another answer, or one that was not fed."""
         usage = reply.usage
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
         resume = usage.get("ssmd", {}).get("resume", "")
         row = Row(talk.agent.name, kind, int(usage["prompt_tokens"]), cached, resume, reply.ttft_ms, **costs)
         self.rows.append(row)
+        self.sent.append((body, 0 if unfed else int(usage["completion_tokens"])))
+
+    def with_new(self, words: Words) -> list[Row]:
+        """Return the rows with `new`, by the server's template. After the trace, as it takes the server's time."""
+        known: list[tuple[list[int], int]] = []
+        found = []
+        for row, (body, answer) in zip(self.rows, self.sent, strict=True):
+            ids = words.ids(self.server.post("/apply-template", {"model": self.model, **body})["prompt"])
+            found.append(replace(row, new=len(ids) - max((_common(ids, *one) for one in known), default=0)))
+            known.append((ids, answer))
+        return found
 
     def _counters(self) -> tuple[float, int, int]:
         """Return the server's CPU time in ms, bytes written, and bytes of the files in the data directory."""
@@ -324,6 +355,13 @@ def _part(text: str) -> Fields:
     return {"type": "text", "text": f"{text}\n"}
 
 
+def _common(ids: Sequence[int], earlier: Sequence[int], answer: int) -> int:
+    """Count the first tokens that a prompt shares with an earlier one and its answer, of which the last is not fed."""
+    least = min(len(ids) - 1, len(earlier))
+    same = next((i for i in range(least) if ids[i] != earlier[i]), least)
+    return min(same + max(0, answer - 1), len(ids) - 1) if same == len(earlier) else same
+
+
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
@@ -331,36 +369,56 @@ def _size(file: Path) -> int:
         return 0
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print a table with a row for each kind of request, and one for all of an agent."""
-    heads = ("agent", "request", "n", "prompt", "cached", "read", "TTFT ms", "CPU ms", "written kB", "on disk kB")
+def show(rows: Sequence[Row], peer: Sequence[Row] | None = None) -> None:
+    """Print a table with a row for each kind of request, and one for all of an agent. peer: of llama-server."""
+    heads = ("agent", "request", "n", "prompt", "cached", "read", "new", "read/new")
+    heads += ("TTFT ms", "CPU ms", "written kB", "on disk kB")
+    heads += () if peer is None else ("llama prompt", "llama read", "its read/new")
     print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
     kinds: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        kinds[row.agent, row.kind].append(row)
+    others: dict[tuple[str, str], list[Row]] | None = None if peer is None else defaultdict(list)
+    total = "**all: sums; TTFT: median**"
+    for grouped, made in ((kinds, rows), (others, peer)):
+        for row in made or ():
+            for kind in (row.kind, total):
+                if grouped is not None:
+                    grouped[row.agent, kind].append(row)
     for agent in dict.fromkeys(row.agent for row in rows):
-        for (of, kind), found in kinds.items():
-            if of == agent:
-                _line(agent, kind, found, statistics.median)
-        _line(agent, "**all: sums; TTFT: median**", [row for row in rows if row.agent == agent], sum)
+        listed = [kind for of, kind in kinds if of == agent and kind != total]
+        for kind in (*listed, total):
+            of = sum if kind == total else statistics.median
+            _line(agent, kind, kinds[agent, kind], of, None if others is None else others[agent, kind])
 
 
-def _line(agent: str, kind: str, rows: Sequence[Row], of: Callable[[list[float]], float]) -> None:
+def _line(
+    agent: str,
+    kind: str,
+    rows: Sequence[Row],
+    of: Callable[[list[float]], float],
+    peer: Sequence[Row] | None = None,
+) -> None:
     def cell(values: list[float], scale: float = 1.0) -> str:
         return f"{of(values) / scale:,.0f}"
 
     counts = [cell([getattr(row, name) for row in rows]) for name in ("prompt", "cached")]
-    read = cell([row.prompt - row.cached for row in rows])
+    reads, new = [row.prompt - row.cached for row in rows], [row.new for row in rows]
+    read = (cell(reads), cell(new), f"{sum(reads) / max(1, sum(new)):.2f}")
     ttft = f"{statistics.median(row.ttft_ms for row in rows):,.0f}"
-    costs = (
+    costs: tuple[str, ...] = (
         cell([row.cpu_ms for row in rows]),
         cell([row.written for row in rows], 1e3),
         cell([row.on_disk for row in rows], 1e3),
     )
-    print(f"| {' | '.join((agent, kind, str(len(rows)), *counts, read, ttft, *costs))} |", flush=True)
+    if peer is not None:
+        its_reads, its_new = [row.prompt - row.cached for row in peer], [row.new for row in peer]
+        its = cell([row.prompt for row in peer]) if peer else ""
+        costs += (its, cell(its_reads) if peer else "", f"{sum(its_reads) / max(1, sum(its_new)):.2f}" if peer else "")
+    print(f"| {' | '.join((agent, kind, str(len(rows)), *counts, *read, ttft, *costs))} |", flush=True)
 
 
-def measure(artifact: Path, agents: Sequence[Agent], store: bool | None, pause_s: float = PAUSE_S) -> list[Row]:
+def measure(
+    artifact: Path, words: Words, agents: Sequence[Agent], store: bool | None, pause_s: float = PAUSE_S
+) -> list[Row]:
     """Run the traces with daemons of one artifact. Returns a row for each request."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as at:
@@ -372,24 +430,27 @@ def measure(artifact: Path, agents: Sequence[Agent], store: bool | None, pause_s
                     trace(client, group[0])
                 else:
                     in_turn(client, group)
-                rows += client.rows
+                rows += client.with_new(words)
     return rows
 
 
-def measure_llama(binary: Path, gguf: Path, agents: Sequence[Agent], context: int, pause_s: float) -> list[Row]:
+def measure_llama(
+    binary: Path, gguf: Path, words: Words, agents: Sequence[Agent], context: int, threads: int, pause_s: float
+) -> list[Row]:
     """The same with llama-server, which keeps nothing over a kill and cannot unload its model."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as at:
         for group in [[agent] for agent in agents] + ([list(agents[:2])] if len(agents) > 1 else []):
             folder = Path(at) / "+".join(agent.name for agent in group)
-            with LlamaServer(binary, gguf, folder, context=context, threads=os.cpu_count() or 1) as server:
-                print(f"llama-server: {server.producer()}", flush=True)
+            with LlamaServer(binary, gguf, folder, context=context, threads=threads) as server:
+                if not rows:
+                    print(f"llama-server: {server.producer()}; its defaults for prompt cache and checkpoints\n")
                 client = Client(server, "gguf", folder, None, pause_s, named=False)
                 if len(group) == 1:
                     trace(client, group[0], unloads=False)
                 else:
                     in_turn(client, group)
-                rows += client.rows
+                rows += client.with_new(words)
     return rows
 
 
@@ -400,8 +461,9 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
     parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds between requests")
     parser.add_argument("--store-false", action="store_true", help="`store: false` in all requests")
-    parser.add_argument("--llama-server", nargs=2, type=Path, metavar=("BINARY", "GGUF"))
+    parser.add_argument("--llama", nargs=2, type=Path, metavar=("BINARY", "GGUF"))
     parser.add_argument("--llama-context", type=int, default=32768, help="tokens")
+    parser.add_argument("--llama-threads", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
     names = asked.agents.split(",")
     if unknown := [name for name in names if name not in AGENTS]:
@@ -412,11 +474,11 @@ def main() -> None:
     agents = [Agent(name, words, asked.scale) for name in names]
     form = "store: false" if asked.store_false else "store as each agent has it"
     print(f"# agents: {artifact.parent.name}, {artifact.name}, lengths × {asked.scale}, {form}; {conditions()}\n")
-    show(measure(artifact, agents, False if asked.store_false else None, asked.pause))
-    if asked.llama_server:
-        print("\nllama-server, on the same trace\n")
-        binary, gguf = asked.llama_server
-        show(measure_llama(binary, gguf, agents, asked.llama_context, asked.pause))
+    peer = None
+    if asked.llama is not None:
+        options = asked.llama_context, asked.llama_threads, asked.pause
+        peer = measure_llama(*asked.llama, words, agents, *options)
+    show(measure(artifact, words, agents, False if asked.store_false else None, asked.pause), peer)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,15 @@ from pathlib import Path
 
 from daemon_process import ServerProcess, free_port
 
+WHEEL = Path(__file__).with_name("llama_wheel.py")
+
 
 class LlamaServer(ServerProcess):
     """`with LlamaServer(binary, gguf, folder, …) as s:` serves `parallel` slots of `context` tokens; its files in
-    `folder`."""
+    `folder`.
+
+    binary: llama-server, or a Python that has the wheel xllamacpp.
+    """
 
     def __init__(
         self, binary: Path, gguf: Path, folder: Path, *, context: int, threads: int, parallel: int = 1
@@ -30,7 +35,8 @@ class LlamaServer(ServerProcess):
             "--threads": threads,
             "--slot-save-path": self._slots,
         }
-        command = [str(binary), *(str(part) for option in options.items() for part in option)]
+        program = [str(binary), str(WHEEL)] if binary.name.startswith("python") else [str(binary)]
+        command = [*program, *(str(part) for option in options.items() for part in option)]
         super().__init__(command, port, folder / "llama-server.log", dict(os.environ))
 
     def producer(self) -> str:

@@ -60,7 +60,7 @@ class Request:
     arrived: float | None = None  # perf_counter when it came, before it was read; None: when it is submitted
     load_ms: float = 0.0  # time that it waited for its model
     given: TemplateInput = NOTHING_MORE  # input of the template beside the messages
-    blocks: tuple[BlockEnd, ...] = ()  # of system prompts, and marked ones, in the order of the conversation
+    blocks: tuple[BlockEnd, ...] = ()  # within system prompts and users' messages, and of marked blocks, in order
     marked_tools: int = 0  # tools up to the last one that is marked; 0: none is
     grammar: Grammar | None = None  # of the answer
     raw: Raw | None = None  # the prompt as it is, text or ids, in place of messages

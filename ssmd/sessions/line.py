@@ -57,8 +57,12 @@ def advance(hashed: bytes, data: bytes, block: int) -> bytes:
     chain, rest = hashed[:32], hashed[32:] + data
     full = len(rest) - len(rest) % block
     for at in range(0, full, block):
-        chain = hashlib.blake2b(chain + rest[at : at + block], digest_size=32, person=b"ssmd.line.1").digest()
+        chain = _block(chain, rest[at : at + block])
     return chain + rest[full:]
+
+
+def _block(chain: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(chain + data, digest_size=32, person=b"ssmd.line.1").digest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +92,10 @@ class Line:
         """Return the line of the first `position` ids. Raises ValueError if these end before `start`."""
         if position < self.start:
             raise ValueError(f"a line from {self.start} on cannot end at {position}")
-        return Line(self.own[: position - self.start], self.start, self.before, self.anchored)
+        found = Line(self.own[: position - self.start], self.start, self.before, self.anchored)
+        if "_chain" in self.__dict__:  # its first hashes are the same
+            found.__dict__["_chain"] = self._chain
+        return found
 
     def then(self, ids: Sequence[int] | NDArray[Any]) -> Line:
         """Return the line with more ids at its end."""
@@ -96,17 +103,27 @@ class Line:
 
     def hashes(self, positions: Sequence[int]) -> list[bytes]:
         """Hash the first p ids, for each p of the ascending `positions`: anchor(start), or from `start` on."""
-        data, found = self.own.tobytes(), []
-        running, at = self.before, self.start
+        rest, found = self.before[len(EMPTY) :], []
+        data = rest + self.own.tobytes()
         for p in positions:
             if p < self.start:
                 if p != anchor(self.start):
                     raise ValueError(f"ids before {self.start} are not at hand")
                 found.append(self.anchored)
                 continue
-            running = advance(running, data[4 * (at - self.start) : 4 * (p - self.start)], _IDS_BLOCK)
-            at = p
-            found.append(running)
+            end = min(len(rest) + 4 * (p - self.start), len(data))
+            full = end // _IDS_BLOCK
+            found.append(self._chain[full] + data[full * _IDS_BLOCK : end])
+        return found
+
+    @cached_property
+    def _chain(self) -> list[bytes]:
+        """Hash all full blocks: item n stands for the first n of them. Cached: a request hashes its ids many times."""
+        chain, data = self.before[: len(EMPTY)], self.before[len(EMPTY) :] + self.own.tobytes()
+        found = [chain]
+        for at in range(0, len(data) - len(data) % _IDS_BLOCK, _IDS_BLOCK):
+            chain = _block(chain, data[at : at + _IDS_BLOCK])
+            found.append(chain)
         return found
 
     def hash(self, position: int) -> bytes:

@@ -243,14 +243,21 @@ class Store:
         with database.writing(self._engine, self.file) as connection:
             checkpoint_rows.sweep(connection, checkpoints)
 
-    def bound_loose(self, used: Collection[int] = (), *, keep: Collection[int] = (), sealed: bool = False) -> int:
+    def bound_loose(
+        self,
+        used: Collection[int] = (),
+        made: Collection[int] = (),
+        *,
+        keep: Collection[int] = (),
+        sealed: bool = False,
+    ) -> int:
         """Remove the least recently used unlinked checkpoints while they exceed their share of the quota.
 
-        Returns how many. used: ids of those that a request just went on from or made. keep: as for `sweep`. sealed: of
-        the sealed ones.
+        Returns how many. used: ids of those that a request just went on from, or made again. made: of its new ones.
+        keep: as for `sweep`. sealed: of the sealed ones.
         """
         with database.writing(self._engine, self.file) as connection:
-            gone = loose.bound(connection, self.quota, used, keep, sealed=sealed)
+            gone = loose.bound(connection, self.quota, used, made, keep, sealed=sealed)
             if gone and not sealed:
                 erasure.owe(connection)
         return gone

@@ -200,7 +200,7 @@ def test_marks_and_unread_fields_of_blocks() -> None:
 
 
 def test_the_ends_of_blocks_are_read() -> None:
-    """All within a system prompt, and the marked ones of other messages. Left out blocks do not count."""
+    """All within a system prompt and users' messages, and marked ones of others. Left out blocks do not count."""
     marked = {"cache_control": {"type": "ephemeral"}}
     calls = [{"type": "tool_use", "id": name, "name": "f", "input": {}} for name in "ab"]
     results = [{"type": "tool_result", "tool_use_id": name, "content": "ok"} for name in "ab"]
@@ -208,12 +208,13 @@ def test_the_ends_of_blocks_are_read() -> None:
         user([text("doc", **marked), text("question")]),
         {"role": "assistant", "content": [text("x"), calls[0], {**calls[1], **marked}]},
         user([results[0], {**results[1], **marked}, text("and", **marked)]),
+        user([text("A reminder."), text("Words.")]),
     ]
     header = "x-anthropic-billing-header: cc_version=1.2; cch=abc;"
     system = [text(header), text("One."), text("Two.", **marked), text(""), text("Three.", **marked)]
     blocks = list[BlockEnd]()
     found = read_conversation(system, conversation, None, set(), blocks)
-    assert [m.role for m in found] == ["system", "user", "assistant", "tool", "tool", "user"]
+    assert [m.role for m in found] == ["system", "user", "assistant", "tool", "tool", "user", "user"]
     assert blocks == [
         BlockEnd(0, len("One."), marked=False),
         BlockEnd(0, len("One.\n\nTwo."), marked=True),
@@ -222,6 +223,7 @@ def test_the_ends_of_blocks_are_read() -> None:
         BlockEnd(2, None, marked=True),
         BlockEnd(4, None, marked=True),
         BlockEnd(5, None, marked=True),
+        BlockEnd(6, 11, marked=False),
     ]
     tools = [{"name": name, "input_schema": {}} for name in "abc"]
     served = {"type": "web_search_20250305", "name": "web_search", **marked}

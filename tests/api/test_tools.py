@@ -139,6 +139,7 @@ def test_the_ends_of_marked_parts_are_read() -> None:
         {"role": "user", "content": [part("A document.", **mark), part("A question?", cache_control={"type": "x"})]},
         {"role": "assistant", "content": [part("Yes.", **mark)]},
         {"role": "user", "content": "Go on.", **mark},
+        {"role": "user", "content": [part("A reminder."), part("Words.")]},
     ]
     read_messages(messages, ignored, None, blocks)
     assert blocks == [
@@ -147,6 +148,7 @@ def test_the_ends_of_marked_parts_are_read() -> None:
         BlockEnd(1, 11, marked=True),
         BlockEnd(2, None, marked=True),
         BlockEnd(3, None, marked=True),
+        BlockEnd(4, 11, marked=False),
     ]
     assert ignored == {"messages.content.cache_control"}
 

@@ -99,6 +99,22 @@ def test_a_marked_block_is_kept_the_first_time(engine: OwnEngine, control: OwnEn
     assert same(second, ask(control, talks[1]))
 
 
+@pytest.mark.parametrize("form", ["blocks", "messages"])
+def test_reminders_before_first_words_are_kept(engine: OwnEngine, control: OwnEngine, form: str) -> None:
+    """An agent puts a long reminder before the user's words in each new conversation, as a block or a message."""
+    found = []
+    for words in ("Who rang the bell?", "When did the fog come?"):
+        talk = (user(f"{DOCUMENT}{words}"),) if form == "blocks" else (user(DOCUMENT), user(words))
+        blocks = (BlockEnd(0, len(DOCUMENT), marked=False),) if form == "blocks" else ()
+        found.append(ask(engine, *talk, blocks=blocks))
+        assert same(found[-1], ask(control, *talk))
+    document = tokens(engine, user(DOCUMENT))
+    assert found[0].usage.cached_tokens == 0
+    assert document - CELL < found[1].usage.cached_tokens <= document + CELL
+    later = (*talk, Message("assistant", found[1].text), user(DOCUMENT), user("Why?"))
+    assert engine._planner.plan(Request(later)).parts == (), "a later turn has other places"
+
+
 def test_a_mark_in_a_later_turn_counts_too(engine: OwnEngine, control: OwnEngine, store: Store) -> None:
     """The conversation goes on from a stored turn: only its end is rendered."""
     begun = ask(engine, user("Who is there?"), max_tokens=4)

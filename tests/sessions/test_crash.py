@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Ledger:
     def __init__(self) -> None:
         self.turns: dict[str, list[str]] = {}
         self.open_step: tuple[str, str] | None = None
+        self.removed = False  # a session was
 
     def read(self, output: str) -> None:
         # A line that the kill cut short says nothing.
@@ -63,6 +65,7 @@ class Ledger:
     def _do(self, session: str, turn: str) -> None:
         if turn == "-":
             self.turns.pop(session)
+            self.removed = True
         else:
             self.turns.setdefault(session, []).append(turn)
 
@@ -100,7 +103,9 @@ def check(folder: Path, ledger: Ledger) -> int:
             assert session.turns == len(ledger.turns[session.id])
             assert session.head == ledger.turns[session.id][-1]
         with store.reading() as connection:
-            rows = connection.execute(select(checkpoint.c.id, checkpoint.c.position, checkpoint.c.key)).all()
+            used = (checkpoint.c.last_used_at != checkpoint.c.created_at).label("used")
+            columns = select(checkpoint.c.id, checkpoint.c.position, checkpoint.c.key, checkpoint.c.kind, used)
+            rows = connection.execute(columns).all()
             links = connection.execute(select(turn_checkpoint.c.checkpoint, turn_checkpoint.c.turn)).all()
             segments = connection.execute(select(segment.c.id)).all()
         lines = {t: grown(store, t)[0] for turns in ledger.turns.values() for t in turns}
@@ -108,6 +113,10 @@ def check(folder: Path, ledger: Ledger) -> int:
         for row in rows:
             ids = fed(lines[turn_of[row.id]], row) if row.id in turn_of else fed_ahead(lines, row)
             assert_same(store.load(row.id, SPEC), state_of(SPEC, ids))
+        linked = Counter(link.checkpoint for link in links)
+        for row in rows:
+            assert not (row.kind == "turn" and linked[row.id] > 1) or row.used, "a second turn went on from it"
+            assert not row.used or linked[row.id] > 1 or ledger.removed, "its own turn alone links to it"
         ahead = {row.id for row in rows} - set(turn_of)
         assert len(ahead) <= 1, "only one that was written ahead of its turn may be without one"
         assert store.sweep() == len(ahead)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssmd.sessions import line as line_module
 from ssmd.sessions.line import (
     EMPTY,
     NOTHING,
@@ -101,6 +102,25 @@ def test_an_end_is_hashed_once() -> None:
     assert {id(ids.before) for ids, _ in ends} == {id(line.hash(1000))}
     assert {id(text.before) for _, text in ends} == {id(words.hash(5000))}
     assert line.hash(1000) == line.cut(7).hash(1000) == line.hashes([1000])[0]
+
+
+def test_ids_are_hashed_once_for_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up asks for hundreds of positions, in several steps, and each stored state for its own."""
+    blocks: list[int] = []
+
+    def counted(chain: bytes, data: bytes) -> bytes:
+        blocks.append(len(data))
+        return hash_block(chain, data)
+
+    hash_block = line_module._block
+    monkeypatch.setattr(line_module, "_block", counted)
+    line = Line.of(range(1000)).then(range(1000))
+    shorter, expected = line.up_to(1500), [Line.of(list(range(1000)) * 2).up_to(p).hash(p) for p in (64, 1500, 1999)]
+    blocks.clear()
+    assert [*line.hashes([64]), *line.hashes([1500, 1999])] == expected
+    assert [line.up_to(p).hash(p) for p in (64, 1500, 1999)] == expected
+    assert len(blocks) == 2000 * 4 // 128
+    assert shorter.hash(1500) == expected[1]
 
 
 def test_what_is_not_at_hand_is_not_guessed() -> None:

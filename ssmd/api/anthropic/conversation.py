@@ -41,8 +41,8 @@ def read_conversation(
     """Read the system prompt and the messages. Raises Rejection whose param is a path like messages[2].content[0].
 
     ignored: takes the names of ignored fields, like messages.content.citations. dropped: takes the names of known
-    volatile text, which is left out of system prompts; None: all stays. blocks: takes the ends of system prompts'
-    blocks and of marked ones, in order.
+    volatile text, which is left out of system prompts; None: all stays. blocks: takes the ends of blocks within
+    system prompts and users' messages, and of marked ones, in order.
     """
     if not isinstance(messages, list) or not messages:
         _wrong("messages", "must be a list of at least one message", messages)
@@ -138,8 +138,8 @@ class _Reader:
             yield self._next(Message("user", "".join(texts)))
 
     def _mark(self, block: dict[str, Any], characters: int | None) -> None:
-        if is_marked(block):
-            self._ends.append(BlockEnd(self._number, characters, marked=True))
+        if characters is not None or is_marked(block):
+            self._ends.append(BlockEnd(self._number, characters, is_marked(block)))
 
     def _answered(self, content: Any, where: str) -> Message:
         """Read an assistant's blocks: reasoning, text and calls. The text around calls is one text."""

@@ -39,8 +39,8 @@ def read_messages(
     """Read the messages of a request. Raises Rejection whose param is a path like messages[2].content[0].
 
     ignored: takes the names of ignored fields, like messages.annotations. dropped: takes the names of known volatile
-    text that is left out of the system prompt; None: that text stays. blocks: takes the ends of system prompts' parts
-    and of marked ones, in order.
+    text that is left out of the system prompt; None: that text stays. blocks: takes the ends of parts within
+    system prompts and users' messages, and of marked ones, in order.
     """
     if not isinstance(value, list):
         _wrong("messages", "must be a list of messages", value)
@@ -247,13 +247,12 @@ class _Reader:
 
 
 def _ends(parts: Sequence[dict[str, Any]], message: Message, number: int) -> Iterator[BlockEnd]:
-    """Yield the ends of a message's parts that are marked, or within a system prompt. number: the message's index."""
-    system = message.role in _SYSTEM
-    within = system or message.role == "user"  # of other messages a template may show the content elsewhere
+    """Yield the ends of parts that are marked, or within a system prompt or a user's message. number: its index."""
+    within = message.role in _SYSTEM or message.role == "user"  # a template may show others' content elsewhere
     at = 0
     for i, part in enumerate(parts, 1):
         at += len(part[part["type"]]) if within else 0
-        if (marked := is_marked(part)) or (system and i < len(parts)):
+        if (marked := is_marked(part)) or (within and i < len(parts)):
             yield BlockEnd(number, at if within and i < len(parts) else None, marked)
 
 

@@ -394,17 +394,18 @@ class Writer:
         def work() -> None:
             self._forget(checkpoints)
             self._unsettled = True
-            now, written = [] if used is None else [used], False
+            again, made, written = [] if used is None else [used], list[int](), False
             try:
                 kept = 0
                 for pending in checkpoints:
                     if pending.encoded is not None:
                         placed = self.store.keep(pending.encoded)
-                        now += [] if placed.id is None else [placed.id]
+                        if placed.id is not None:
+                            (again if placed.was_there and not pending.ahead else made).append(placed.id)
                         kept += placed.id is not None
                         if placed.nbytes:
                             self._metrics.checkpoint(placed.nbytes, pending.ms)
-                self.store.bound_loose(now, keep=self._ahead, sealed=sealed)
+                self.store.bound_loose(again, made, keep=self._ahead, sealed=sealed)
                 written = kept == len(checkpoints)
             except StoreError as err:
                 log.warning("the state of a prompt is not kept: %s", err)

@@ -430,12 +430,14 @@ class Planner:
     def _marks(self, request: Request, shown: RenderedPrompt, now: datetime, cut: int) -> tuple[int, ...]:
         """Count the ids up to the ends of the marked blocks behind the system prompt, of the last MARKS.
 
-        The end of the prompt has a state in any case. cut: messages that were left out; then no mark counts.
+        Of a request that opens a conversation also up to where its last block begins: agents say the same before the
+        user's words each time. The end of the prompt has a state in any case. cut: messages that were left out; then no
+        mark counts.
         """
         first, last = system_prompt(request.messages), len(request.messages) - 1
         marked = [b for b in request.blocks if b.marked][-MARKS:]
         marked = [b for b in marked if b.message >= first and (b.message < last or b.characters is not None)]
-        heads = [_up_to(request.messages, end) for end in marked]
+        heads = [_up_to(request.messages, end) for end in dict.fromkeys((*marked, *_opening(request, first)))]
         return tuple(self._renderer.shares(shown, heads, now, request.given)) if heads and not cut else ()
 
     def _begin(self, request: Request, head: Sequence[Message], now: datetime) -> tuple[str, Line]:
@@ -488,6 +490,19 @@ class Planner:
             return None
         agrees = shown.text.start == turn.text.start and self._renderer.agrees(shown.text, turn)
         return (shown, agrees) if len(shown.text) else None
+
+
+def _opening(request: Request, first: int) -> list[BlockEnd]:
+    """Return the end of what stands before the last block, or message, of a conversation that has no answer yet.
+
+    first: index of the first message behind the system prompt.
+    """
+    last = len(request.messages) - 1
+    if last < first or any(message.role == "assistant" for message in request.messages[first:]):
+        return []
+    length = len(request.messages[last].content)
+    ends = [b for b in request.blocks if b.message == last and b.characters is not None and b.characters < length]
+    return ends[-1:] or ([BlockEnd(last - 1, None, marked=False)] if last > first else [])
 
 
 def _up_to(messages: Sequence[Message], end: BlockEnd) -> tuple[Message, ...]:

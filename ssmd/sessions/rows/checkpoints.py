@@ -7,7 +7,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Integer, bindparam, cast, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    Connection,
+    Integer,
+    LargeBinary,
+    bindparam,
+    cast,
+    delete,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 
 from ssmd.model.state import StateError, StateSpec
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, digest, keys_of, prefix_keys
@@ -43,10 +56,15 @@ class CheckpointResult:
     why_not: str = ""  # why it was not stored
 
 
+# Hundreds of anchors come as one value that is cut here: to bind each of them takes longer than to look it up.
+_NAME_BYTES = 32
+_numbered = select(literal(0).label("n")).cte("numbered", recursive=True)
+_numbered = _numbered.union_all(select(_numbered.c.n + 1).where(_numbered.c.n + 1 < bindparam("count", type_=Integer)))
+_ANCHORS = func.substr(bindparam("anchors", type_=LargeBinary), _numbered.c.n * _NAME_BYTES + 1, _NAME_BYTES)
 _NEAR = (
     select(_c.position)
     .where(
-        _c.anchor.in_(bindparam("anchors", expanding=True)),
+        _c.anchor.in_(select(_ANCHORS)),
         _c.position.between(bindparam("first"), bindparam("last")),
         seen(_c.owner),
     )
@@ -66,6 +84,8 @@ _LINKED = select(turn_checkpoint.c.turn).where(
     turn_checkpoint.c.turn.in_(bindparam("turns", expanding=True)),
 )
 _USED = update(checkpoint).where(_c.id.in_(bindparam("some", expanding=True))).values(last_used_at=bindparam("now"))
+_MADE = update(checkpoint).where(_c.id.in_(bindparam("some", expanding=True)))
+_MADE = _MADE.values(created_at=bindparam("now"), last_used_at=bindparam("now"))
 _ROWS = segments_of(bindparam("checkpoint"), segment.c.id, segment.c.first, segment.c.last, segment.c.checksum)
 _IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
 _FITTING = (
@@ -96,7 +116,7 @@ def find(
     marks = named(anchors(first, last))
     if not marks:
         return None
-    near = {"anchors": list(marks), "first": first, "last": last, **by(domain)}
+    near = {"anchors": b"".join(marks), "count": len(marks), "first": first, "last": last, **by(domain)}
     sealed_as = named(sorted(connection.scalars(_NEAR, near)))
     keys = list(sealed_as)
     batch = 16  # the match is mostly among the deepest keys
@@ -195,7 +215,10 @@ def _stored(connection: Connection, checkpoint_id: int, turn: str) -> Checkpoint
 def insert_checkpoints(
     connection: Connection, new: Sequence[EncodedCheckpoint], turns: Sequence[str]
 ) -> list[CheckpointResult]:
-    """Write checkpoints and link them and their parents to their turns. A parent comes before its children."""
+    """Write checkpoints and link them and their parents to their turns. A parent comes before its children.
+
+    A checkpoint that a request went on from, or made again, is noted as used: retention keeps it longer.
+    """
     now = time.time_ns() // 1000
     placed: list[CheckpointResult] = []
     other_rows: set[int] = set()  # stored before, with KV rows of other calls than those that the new children saw
@@ -209,7 +232,7 @@ def insert_checkpoints(
             continue
         links = [enc.turn] if enc.turn is not None else list(turns)
         if parent is not None:
-            _link(connection, links, parent.id, now)
+            _link(connection, links, parent.id, now if isinstance(enc.parent, int) else None)
         rows = _rows_of(connection, parent.id) if parent is not None and enc.since else []
         segments = [(r.first, r.last, r.checksum) for r in rows]
         segments += [(b.first, b.last, b.checksum) for b in enc.segments]
@@ -219,7 +242,7 @@ def insert_checkpoints(
         if there is not None:
             if there.digest != own:
                 other_rows.add(there.id)
-            _link(connection, links, there.id, now)
+            _link(connection, links, there.id, now if enc.has_data else None)  # else it was written for these turns
             placed.append(CheckpointResult(there.id, was_there=True))
             continue
         if not enc.has_data:
@@ -232,7 +255,7 @@ def insert_checkpoints(
         if rows:
             shared = [{"checkpoint": new_id, "segment": r.id} for r in rows]
             connection.execute(_NEW_LISTED, shared)
-        _link(connection, links, new_id, now)
+        _link(connection, links, new_id)
         placed.append(CheckpointResult(new_id, nbytes=enc.nbytes))
     add_stored_bytes(connection, sum(p.nbytes for p in placed))
     return placed
@@ -306,18 +329,25 @@ def _rows_of(connection: Connection, checkpoint_id: int) -> Sequence[Any]:
     return connection.execute(_ROWS, {"checkpoint": checkpoint_id}).all()
 
 
-def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, now: int) -> None:
-    """Link turns to a checkpoint, which keeps it alive. Links that exist stay."""
+def _link(connection: Connection, turns: Sequence[str], checkpoint_id: int, used: int | None = None) -> None:
+    """Link turns to a checkpoint, which keeps it alive. Links that exist stay.
+
+    used: the time, if these turns use it and were not there when it was made.
+    """
     there = set(connection.scalars(_LINKED, {"checkpoint": checkpoint_id, "turns": turns}))
     missing = [{"turn": turn, "checkpoint": checkpoint_id} for turn in dict.fromkeys(turns) if turn not in there]
     if missing:
         connection.execute(_NEW_LINK, missing)
-    connection.execute(_USED, {"some": [checkpoint_id], "now": now})
+        if used is not None:
+            connection.execute(_USED, {"some": [checkpoint_id], "now": used})
 
 
-def use(connection: Connection, some: Collection[int]) -> None:
-    """Note that some checkpoints are used now, all at one time."""
-    connection.execute(_USED, {"some": list(some), "now": time.time_ns() // 1000})
+def use(connection: Connection, some: Collection[int], made: Collection[int]) -> None:
+    """Note that a request used some checkpoints and made others, all at one time: now."""
+    now = time.time_ns() // 1000
+    for note, numbers in ((_USED, some), (_MADE, made)):
+        if numbers:
+            connection.execute(note, {"some": list(numbers), "now": now})
 
 
 def linked_to(connection: Connection, turns: Any) -> list[int]:

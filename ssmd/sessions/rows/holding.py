@@ -35,6 +35,7 @@ class HeldCheckpoint:
     segments: tuple[int, ...]  # ids of those it lists
     shared: bool  # turns of other sessions link to it too
     pinned: bool = False  # a pinned fork began with a turn that links to it
+    used: bool = False  # a later request went on from it
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ _LINKED = (
     select(
         *(_link.turn, _c.id, _c.kind, cast(_c.position, Integer).label("position")),
         cast(_c.recurrent_nbytes, Integer).label("recurrent_nbytes"),
+        (_c.last_used_at != _c.created_at).label("used"),
     )
     .select_from(turn.join(turn_checkpoint, _link.turn == _t.id).join(checkpoint, _c.id == _link.checkpoint))
     .where(_t.session == _SESSION)
@@ -156,7 +158,8 @@ def read_holding(connection: Connection, session_id: str) -> SessionHoldings:
         depths=depths,
         checkpoints=tuple(
             HeldCheckpoint(
-                n, r.turn, r.kind, r.position, r.recurrent_nbytes, tuple(lists[n]), n in shared, n in held_fast
+                *(n, r.turn, r.kind, r.position, r.recurrent_nbytes, tuple(lists[n])),
+                *(n in shared, n in held_fast, bool(r.used)),
             )
             for n, r in sorted(topmost.items())
         ),

@@ -26,22 +26,28 @@ SEALED = tuple(seal.kind for seal in SEALS)
 _c = checkpoint.c
 _LINKS = select(turn_checkpoint.c.checkpoint).where(turn_checkpoint.c.checkpoint == _c.id)
 _IS_SEALED = (_c.key >= FIRST_NAME, _c.kind.in_(SEALED))  # found by the index of keys
-_NUMBERS = (_c.parent, _c.position, _c.last_used_at, _c.recurrent_nbytes, _c.rows_nbytes)
+_NUMBERS = (_c.parent, _c.position, _c.created_at, _c.last_used_at, _c.recurrent_nbytes, _c.rows_nbytes)
 _FACTS = select(_c.id, _c.owner, *(cast(n, Integer).label(n.name) for n in _NUMBERS))  # altered ones are some number
 _LOOSE = _FACTS.where(~_LINKS.exists(), _c.kind.not_in(SEALED))
 _SEALED_ONES = _FACTS.where(*_IS_SEALED)
 
 
 def bound(
-    connection: Connection, quota: int | None, used: Collection[int], keep: Collection[int], *, sealed: bool = False
+    connection: Connection,
+    quota: int | None,
+    used: Collection[int],
+    made: Collection[int],
+    keep: Collection[int],
+    *,
+    sealed: bool = False,
 ) -> int:
     """Delete the least recently used unlinked checkpoints while they exceed their share. Return how many.
 
     The owner that has most of them gives up first, so that one client cannot push out what another one left.
-    used: ids of the checkpoints that were just used or made, by one request. keep: ids of those whose turn may still
-    come. sealed: of the sealed ones, which have a share of their own.
+    used, made: ids of the checkpoints that one request just went on from, or made again, and of its new ones. keep: ids
+    of those whose turn may still come. sealed: of the sealed ones, which have a share of their own.
     """
-    use(connection, used)
+    use(connection, used, made)
     most = _UNBOUNDED if quota is None else quota // SHARE
     which = (_SEALED_ONES if sealed else _LOOSE).subquery()
     if (connection.scalar(select(func.sum(which.c.recurrent_nbytes + which.c.rows_nbytes))) or 0) <= most:
@@ -78,11 +84,13 @@ def in_order(connection: Connection, *, sealed: bool) -> list[LooseCheckpoint]:
     """Return the sealed checkpoints, or all others that no turn links to, in the order in which they give way.
 
     Each conversation is thinned first: of states that lie close to one another the later ones stay, as the next request
-    starts from them. Then conversations go, the least recently used first, and the end of each is last. But states
-    that are only rows go from their end: to remove one that others grew from would free nothing.
+    starts from them. Then conversations go, the least recently used first, and the end of each is last. In both steps
+    states that no request came back to go before others. But states that are only rows go from their end: to remove one
+    that others grew from would free nothing.
     """
     rows = {row.id: row for row in connection.execute(_SEALED_ONES if sealed else _LOOSE).all()}
     used = {number: row.last_used_at for number, row in rows.items()}
+    came_back = {number: row.last_used_at != row.created_at for number, row in rows.items()}
     above = {n: row.parent if row.parent in rows and row.parent < n else None for n, row in rows.items()}
     below: dict[int, dict[int, None]] = {number: {} for number in rows}
     kept = {number: row.rows_nbytes for number, row in rows.items()}  # bytes of rows that go with the last of its heirs
@@ -112,16 +120,17 @@ def in_order(connection: Connection, *, sealed: bool) -> list[LooseCheckpoint]:
         parent = above[number]
         return end - (0 if parent is None else rows[parent].position)
 
-    for row in sorted(rows.values(), key=lambda row: (used[row.id], row.position, row.id)):
+    for row in sorted(rows.values(), key=lambda row: (came_back[row.id], used[row.id], row.position, row.id)):
         nearest = min((rows[heir].position for heir in below[row.id]), default=None)
         if row.recurrent_nbytes and nearest is not None and gap(row.id, nearest) * THIN <= row.position:
             give(row.id)
 
-    def turn_of(number: int) -> tuple[int, bool, float, int]:
+    def turn_of(number: int) -> tuple[int, bool, bool, float, int]:
         row = rows[number]
         if not row.recurrent_nbytes:
-            return used[number], False, -row.position, number
-        return used[number], not below[number], gap(number, row.position) / max(1, row.position), number
+            return used[number], False, False, -row.position, number
+        is_end, apart = not below[number], gap(number, row.position) / max(1, row.position)
+        return used[number], is_end, came_back[number], apart, number
 
     for number in sorted(below, key=turn_of):
         give(number)

@@ -2,7 +2,8 @@
 
 First those go that belong to no session, of requests with "store": false. Then the old checkpoints thin out, session by
 session, the least recently used one first. If that is not enough, sessions are emptied of the rest in the same order.
-Pinned sessions keep all. Turns stay; without a checkpoint they are read again.
+Of an age, states go first that no request came back to. Pinned sessions keep all. Turns stay; without a checkpoint they
+are read again.
 """
 
 from __future__ import annotations
@@ -337,24 +338,28 @@ def kept_when_thin(age: int, depth: int) -> bool:
 
 
 def thinned(holding: SessionHoldings) -> list[HeldCheckpoint]:
-    """Return the checkpoints that a thinned session gives up, the oldest first."""
+    """Return the checkpoints that a thinned session gives up, the oldest first.
+
+    Of an age, those go first that no request came back to. The end of a system prompt stays, and so does a place inside
+    a prompt to which one came back: others may follow.
+    """
     old = ages(holding.parents, holding.bases)
     deepest = _deepest(holding)
 
     def stays(held: HeldCheckpoint) -> bool:
-        if held.kind == "system" or old[held.turn] < NEWEST:
+        if held.kind == "system" or (held.kind == "prefix" and held.used) or old[held.turn] < NEWEST:
             return True
         # Of an old turn its end is enough: from there the messages of both its successors can be edited.
         return held.position == deepest[held.turn] and kept_when_thin(old[held.turn], holding.depths[held.turn])
 
     gone = [held for held in holding.checkpoints if not stays(held)]
-    return sorted(gone, key=lambda h: (-old[h.turn], h.position))
+    return sorted(gone, key=lambda h: (-old[h.turn].bit_length(), h.used, -old[h.turn], h.position))
 
 
 def leaving(holding: SessionHoldings) -> list[HeldCheckpoint]:
     """Return all checkpoints in the order in which an emptied session gives them up. The likeliest to be used is last.
 
-    Likeliest are the ends of its current path and of what its forks began with.
+    Likeliest are the ends of its current path and of what its forks began with, and then what was used before.
     """
     ends = {holding.head, *holding.bases}
     current: set[str] = set()
@@ -365,8 +370,9 @@ def leaving(holding: SessionHoldings) -> list[HeldCheckpoint]:
             at = holding.parents[at]
     deepest = _deepest(holding)
 
-    def worth(held: HeldCheckpoint) -> tuple[bool, bool, int]:
-        return held.turn in current, held.turn in ends and held.position == deepest[held.turn], held.position
+    def worth(held: HeldCheckpoint) -> tuple[bool, bool, bool, int]:
+        at_end = held.turn in ends and held.position == deepest[held.turn]
+        return held.turn in current, at_end, held.used, held.position
 
     return sorted(holding.checkpoints, key=worth)
 
