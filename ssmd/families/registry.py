@@ -16,6 +16,7 @@ from ssmd.families import (
     falcon_mamba,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     llama,
     mamba,
     mamba2,
@@ -24,6 +25,7 @@ from ssmd.families import (
 )
 from ssmd.families.fields import FamilyError, Recorded
 from ssmd.families.neutral import NEUTRAL, check
+from ssmd.families.unbuilt import named
 from ssmd.families.weights import Binding, given
 from ssmd.model.formats import unread
 from ssmd.model.plan import Plan, first_problem
@@ -104,8 +106,12 @@ FAMILIES = {
         Family("falcon_mamba", falcon_mamba.parse, mamba.plan, mamba.bindings, buckets=(16, 64)),
         Family("nemotron_h", nemotron_h.Config.parse, nemotron_h.plan, nemotron_h.bindings),
         Family("lfm2", lfm2.Config.parse, lfm2.plan, lfm2.bindings),
+        Family("lfm2_moe", lfm2_moe.parse, lfm2.plan, lfm2.bindings),
     )
 }
+
+
+WITH_EXPERTS = ("granitemoehybrid", "lfm2_moe")
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -114,7 +120,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise FamilyError(f"config.json: {why}")
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
+        if (unbuilt := named(name)) is not None:
+            raise FamilyError(f"config.json: model_type is {name!r}: {unbuilt.why(FAMILIES)}")
         experts = isinstance(name, str) and ("moe" in name or "mixtral" in name)
-        why = ", a mixture of experts, and ssmd runs dense models only" if experts else ""
+        why = f", whose experts ssmd does not have; it has those of {' and '.join(WITH_EXPERTS)}" if experts else ""
         raise FamilyError(f"config.json: model_type is {name!r}{why}; supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]

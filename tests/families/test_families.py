@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from ssmd.families import (
     mamba2,
     nemotron_h,
     qwen3,
+    unbuilt,
 )
 from ssmd.families.fields import FamilyError
-from ssmd.families.registry import FAMILIES, family_of
+from ssmd.families.registry import FAMILIES, WITH_EXPERTS, family_of
 from ssmd.model.source import Source, SourceError
 
 LLAMA = {"model_type": "llama", "vocab_size": 384, **tiny.LLAMA}
@@ -195,10 +197,43 @@ def test_lfm2_in_the_older_spelling() -> None:
     assert not lfm2.Config.parse({**old, "tie_embedding": False}).tied
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe", "granitemoe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe", "mixtral"])
 def test_mixtures_of_experts_are_refused_with_the_list(name: str) -> None:
-    with pytest.raises(FamilyError, match=rf"{name}.*mixture of experts.*supported: .*llama"):
+    with pytest.raises(FamilyError, match=rf"{name}.*whose experts ssmd does not have; .*lfm2_moe; supported: .*llama"):
         family_of({"model_type": name})
+
+
+UNBUILT_NEEDS = {
+    "jamba": "norms of dt, B and C have weights",
+    "kimi_linear": "Kimi Delta Attention .* 48 GB in int8 and 29 GB in int4",
+    "olmo_hybrid": "gated DeltaNet whose beta reaches 2",
+    "plamo2": "Mamba heads with weighted norms",
+    "qwen3_5_moe": "256 experts and a shared one .* 35 GB in int8 and 21 GB in int4",
+    "qwen3_next": "512 experts and a shared one .* 80 GB in int8 and 48 GB in int4",
+    "qwen4_exp": "hyper-connections, tables of n-grams, an indexer",
+    "recurrent_gemma": "the RG-LRU recurrence",
+    "rwkv7": "the time mixing of RWKV-7",
+    "zamba2": "a block of attention that several layers share",
+}
+
+
+@pytest.mark.parametrize("name", [*UNBUILT_NEEDS, "qwen3_5_moe_text"])
+def test_an_unbuilt_hybrid_is_refused_by_what_it_needs(name: str) -> None:
+    """Each names the absent part, and a model to take that is served."""
+    needs = UNBUILT_NEEDS[name.removesuffix("_text")]
+    with pytest.raises(FamilyError, match=rf"'{name}': it needs .*{needs}.*which ssmd does not have") as refusal:
+        family_of({"model_type": name})
+    instead = re.search(r"Take a model of (\w+) instead, such as ([\w.-]+/[\w.-]+)$", str(refusal.value))
+    assert instead is not None
+    assert instead[1] in FAMILIES
+
+
+def test_unbuilt_hybrids_are_not_supported_ones() -> None:
+    assert UNBUILT_NEEDS.keys() == unbuilt.UNBUILT.keys()
+    assert not UNBUILT_NEEDS.keys() & FAMILIES.keys()
+    assert set(WITH_EXPERTS) <= FAMILIES.keys()
+    everyone = [*unbuilt.UNBUILT.values(), unbuilt.NEMOTRON_EXPERTS]
+    assert {name for one in everyone for name in one.instead} <= unbuilt.PUBLISHED.keys()
 
 
 @pytest.mark.parametrize(
@@ -271,10 +306,10 @@ def test_falcon_h1_refuses_by_field(fields: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type has 'moe': mixture-of-experts layers are not"),
+        ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type has 'moe': it needs experts with squared ReLU"),
         (
             {"layers_block_type": None, "hybrid_override_pattern": "M-E"},
-            "hybrid_override_pattern has 'E': mixture-of-",
+            "30 GB in int8 and 18 GB in int4. Take a model of nemotron_h instead, such as Nemotron-3-Nano-4B, which",
         ),
         (
             {"layers_block_type": None, "hybrid_override_pattern": "M?"},

@@ -637,6 +637,7 @@ def test_what_cannot_be_built_is_refused_before_its_weights_come(hub: Mirror, so
     true = dict(hub.files)
     for change, said in (
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: "),
+        ({"model_type": "rwkv7"}, "model_type is 'rwkv7': it needs the time mixing of RWKV-7, which ssmd does not have"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is there (gptq, 4 bits)"),
         ({"hidden_size": "\x1b[31m"}, "hidden_size is '\\x1b[31m'"),
     ):
