@@ -313,6 +313,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def has_experts(variant: str) -> bool:
+    """Return True if a variant has experts, which one runtime alone serves."""
+    family, fields = VARIANTS[variant]
+    return family == "lfm2_moe" or bool(fields.get("num_local_experts"))
+
+
 def write_source(folder: Path, variant: str, seed: int = 0) -> Path:
     """Write a complete source checkpoint of `variant` into `folder`; the same for the same seed."""
     official(variant, write_tokenizer(folder), seed).save_pretrained(folder)

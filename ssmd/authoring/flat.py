@@ -195,7 +195,7 @@ class FlatModule(nn.Module):
         scores = F.linear(rows, self.weight(layer, "router"))  # (T, E)
         shares = ops.shares(scores, bias, m.chosen, sigmoid=m.sigmoid, normed=m.normed)
         gate, up, down = (self.weight(layer, f"experts_{name}") for name in ("gate", "up", "down"))
-        return ops.experts(rows, shares, gate, up, down).reshape(1, -1, hidden)
+        return ops.experts(rows, shares, gate, up, down)
 
     def logits(self, h: Tensor, n_valid: Tensor | None, eps: float) -> Tensor:
         """Compute logits: h (1, T, hidden) -> (1, V) of the last valid token, or (B, V) of each lane."""

@@ -69,16 +69,17 @@ def shares(
 
 
 def experts(x: Tensor, shares: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Compute the sum of all experts' outputs by their shares: x (T, hidden), shares (T, E) -> (T, hidden).
+    """Compute the sum of all experts' outputs by their shares: x (T, hidden), shares (T, E) -> (1, T, hidden).
 
     gate, up (E, J, hidden), down (E, hidden, J). It is the form that OpenVINO's plugin makes products of the chosen
-    experts from (its ConvertTiledMoeBlockTo3GatherMatmuls); as it stands here all experts are computed.
+    experts from (its ConvertTiledMoeBlockTo3GatherMatmuls); as it stands here all experts are computed. The plugin looks
+    for both reshapes at the end. They add an axis, as those that change nothing are removed before.
     """
     count, hidden = gate.shape[0], int(x.shape[1])
     each = x.repeat(count, 1).reshape(count, -1, hidden)  # (E, T, hidden)
     inner = silu(torch.bmm(each, gate.transpose(1, 2))) * torch.bmm(each, up.transpose(1, 2))  # (E, T, J)
-    made = torch.bmm(inner, down.transpose(1, 2)).reshape(count, -1, hidden)  # (E, T, hidden)
-    return (made * shares.transpose(0, 1).reshape(count, -1).unsqueeze(-1)).sum(0)
+    made = torch.bmm(inner, down.transpose(1, 2)).reshape(count, 1, -1, hidden)  # (E, 1, T, hidden)
+    return (made * shares.transpose(0, 1).reshape(count, 1, -1).unsqueeze(-1)).sum(0)
 
 
 def experts_ref(x: Tensor, shares: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def experts_ref(x: Tensor, shares: Tensor, gate: Tensor, up: Tensor, down: Tenso
         parts = [share * F.linear(F.silu(F.linear(row, g)) * F.linear(row, u), d)
                  for share, g, u, d in zip(each, gate, up, down, strict=True) if share]
         rows.append(torch.stack(parts).sum(0))
-    return torch.stack(rows)
+    return torch.stack(rows).unsqueeze(0)
 
 
 def softplus(x: Tensor) -> Tensor:
