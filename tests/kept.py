@@ -112,7 +112,8 @@ def _of_family(family: str) -> set[Path]:
     own = {name for name, _ in tiny.VARIANTS.values()}
     reached = reached_from([f"ssmd.families.{family}"])
     every = (ROOT / FAMILIES).glob("*.py")
-    return {f for f in every if f.stem not in ("registry", "unbuilt") and (f.stem not in own or f"ssmd.families.{f.stem}" in reached)}
+    lists = ("registry", "unbuilt")
+    return {f for f in every if f.stem not in lists and (f.stem not in own or f"ssmd.families.{f.stem}" in reached)}
 
 
 @cache

@@ -272,7 +272,8 @@ def check_experts(folder: Path, name: str, products: int) -> None:
     """
     core = library.openvino().Core()
     properties = {**ON_CPU, **WITH_LANES, "INFERENCE_NUM_THREADS": 1}
-    found = chosen_products(compile_model(core, core.read_model(folder / f"{name}.xml", folder / WEIGHTS), "CPU", properties))
+    model = core.read_model(folder / f"{name}.xml", folder / WEIGHTS)
+    found = chosen_products(compile_model(core, model, "CPU", properties))
     if found != products:
         raise BuildError(
             f"OpenVINO {library.package_version()} would compute all experts for each token: its {name} has {found} "

@@ -185,7 +185,7 @@ def compiler_of(
 
 
 def _check_experts(manifest: Manifest, compiled: Any) -> None:
-    """Warn if a model computes all experts for each token, as with a release of OpenVINO that does not know its form."""
+    """Warn if a model computes all experts for each token, as with an OpenVINO that does not know its form."""
     told = manifest.conversion.get("experts")
     needed = told.get("products") if isinstance(told, dict) else None
     if type(needed) is int and (found := chosen_products(compiled)) != needed:

@@ -50,9 +50,7 @@ def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[..., :count], places[..., :count]
 
 
-def shares(
-    scores: Tensor, bias: Tensor | None, chosen: int, *, sigmoid: bool, normed: bool
-) -> Tensor:
+def shares(scores: Tensor, bias: Tensor | None, chosen: int, *, sigmoid: bool, normed: bool) -> Tensor:
     """Return the share of each expert in each token's output, 0 of those that are not chosen: (T, E) -> (T, E).
 
     scores: products of the router. The other arguments are those of Experts in ssmd/model/plan.py.
@@ -72,8 +70,8 @@ def experts(x: Tensor, shares: Tensor, gate: Tensor, up: Tensor, down: Tensor) -
     """Compute the sum of all experts' outputs by their shares: x (T, hidden), shares (T, E) -> (1, T, hidden).
 
     gate, up (E, J, hidden), down (E, hidden, J). It is the form that OpenVINO's plugin makes products of the chosen
-    experts from (its ConvertTiledMoeBlockTo3GatherMatmuls); as it stands here all experts are computed. The plugin looks
-    for both reshapes at the end. They add an axis, as those that change nothing are removed before.
+    experts from (its ConvertTiledMoeBlockTo3GatherMatmuls); as it stands here all experts are computed. The plugin
+    looks for both reshapes at the end. They add an axis, as reshapes that change nothing are removed before.
     """
     count, hidden = gate.shape[0], int(x.shape[1])
     each = x.repeat(count, 1).reshape(count, -1, hidden)  # (E, T, hidden)
@@ -85,8 +83,11 @@ def experts(x: Tensor, shares: Tensor, gate: Tensor, up: Tensor, down: Tensor) -
 def experts_ref(x: Tensor, shares: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     rows = []
     for row, each in zip(x, shares, strict=True):
-        parts = [share * F.linear(F.silu(F.linear(row, g)) * F.linear(row, u), d)
-                 for share, g, u, d in zip(each, gate, up, down, strict=True) if share]
+        parts = [
+            share * F.linear(F.silu(F.linear(row, g)) * F.linear(row, u), d)
+            for share, g, u, d in zip(each, gate, up, down, strict=True)
+            if share
+        ]
         rows.append(torch.stack(parts).sum(0))
     return torch.stack(rows).unsqueeze(0)
 

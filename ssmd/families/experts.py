@@ -18,7 +18,7 @@ def chosen_of(f: Fields, count: int, count_name: str, default: int) -> int:
 
 
 def stacks(m: Experts, hidden: int, source: str, *, down: float = 1.0) -> dict[str, Binding]:
-    """Bind experts to two tensors with an axis for each expert: `source`input_linear, gate before up, and output_linear.
+    """Bind experts to two tensors that have all of them: `source`input_linear, gate before up, and output_linear.
 
     down: factor on their outputs.
     """

@@ -6,8 +6,8 @@ Parameters (weights are (out, in)): embedding, norm, head unless tied, and for e
     those of experts.py     all layers, if there are experts; weights are the softmax of the chosen logits
     those of mixer.py       Mamba layers
     those of attention.py   attention layers; the attention multiplier is in q
-The residual multiplier is in o, out, down and experts_down, the logits' divisor in norm. Only the embedding multiplier is left to the
-module, as the embedding may also be the head.
+The residual multiplier is in o, out, down and experts_down, the logits' divisor in norm. Only the embedding multiplier
+is left to the module, as the embedding may also be the head.
 """
 
 from __future__ import annotations

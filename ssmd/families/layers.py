@@ -77,6 +77,7 @@ def part_kinds(f: Fields) -> tuple[PartKind, ...]:
         raise FamilyError(f"config.json: {name} is {said!r}, expected the kinds of {layers}")
     for one in said:
         if not isinstance(one, str) or one not in known:
-            why = f": {NEMOTRON_EXPERTS.why(('nemotron_h',))}" if one in _EXPERTS else f"; supported: {', '.join(known)}"
+            experts = one in _EXPERTS
+            why = f": {NEMOTRON_EXPERTS.why(('nemotron_h',))}" if experts else f"; supported: {', '.join(known)}"
             raise FamilyError(f"config.json: {name} has {one!r}{why}")
     return tuple(known[one] for one in said)

@@ -1,4 +1,4 @@
-"""Hybrid families that are refused by name: the part that each needs and ssmd does not have, and models to take instead.
+"""Hybrid families that are refused by name: the parts that each needs and ssmd does not have, and what to take instead.
 
 A part of a supported family, such as the layers with experts of Nemotron-H, may be refused in the same words.
 """
@@ -91,7 +91,7 @@ NEMOTRON_EXPERTS = Unbuilt(
 
 
 def named(model_type: object) -> Unbuilt | None:
-    """Return the entry of a `model_type`; that of a text model inside a larger one counts too. None if there is none."""
+    """Return the entry of a `model_type`, also of the text model inside a larger one; None if there is none."""
     return UNBUILT.get(model_type.removesuffix("_text")) if isinstance(model_type, str) else None
 
 
