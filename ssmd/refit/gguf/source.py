@@ -158,9 +158,10 @@ class GGUFSource(Source):
 
 def _why_not(architecture: object) -> str:
     """Return why an architecture is not read, as the end of a message."""
-    if architecture in WITH_EXPERTS:
-        return f", a mixture of experts. {_INSTEAD.format(WITH_EXPERTS[str(architecture)])}"
-    if isinstance(architecture, str) and (unbuilt := in_gguf(architecture)) is not None:
+    name = architecture if isinstance(architecture, str) else ""
+    if name in WITH_EXPERTS:
+        return f", a mixture of experts. {_INSTEAD.format(WITH_EXPERTS[name])}"
+    if (unbuilt := in_gguf(name)) is not None:
         return f": {unbuilt.why(FAMILIES)}"
     return f"; from GGUF ssmd reads {', '.join(ARCHITECTURES)}"
 

@@ -32,6 +32,7 @@ from ssmd_openvino.build import CONVERTER, rewriting
 from ssmd_openvino.compile import chosen_products, compile_model
 from ssmd_openvino.convert import converted, converted_lanes
 from ssmd_openvino.runtime import LANES, ON_CPU, OPEN, WEIGHTS, WITH_LANES, OpenVINORuntime
+from ssmd_wgpu.build import packed_plan
 
 ASKED: dict[str, Any] = {"name": "t", "buckets": (16,), "tiers": (64,)}
 LAYERS = 3  # with experts, of lfm2-moe's four
@@ -199,6 +200,10 @@ def test_other_runtimes_refuse_experts_by_name(runtime: str, variant: str, tmp_p
     with pytest.raises(FamilyError, match=said):
         build(opened, tmp_path / "made", **ASKED)
     assert not (tmp_path / "made").exists()
+    if runtime == "wgpu":  # nor from a plan.json that says so
+        family = family_of(opened.config)
+        with pytest.raises(BuildError, match="there are experts, which no shader computes"):
+            packed_plan(family, family.parse(opened.config), 64)
     done = CliRunner().invoke(
         app, ["build", str(opened.path), "--runtime", runtime, "--models-dir", str(tmp_path / "models")]
     )
