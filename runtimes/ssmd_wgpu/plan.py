@@ -53,6 +53,8 @@ class PackedPlan(Plan):
     def _fits_shaders(self) -> Self:
         if any(layer.sandwich for layer in self.layers):
             raise ValueError("layers with sandwich norms are not supported by runtime wgpu")
+        if self.experts:
+            raise ValueError("there are experts, which no shader computes")
         for m in self.mixers:
             if isinstance(m, Attention):
                 if m.window is not None:

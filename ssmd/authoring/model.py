@@ -75,7 +75,11 @@ class Model(FlatModule):
             else:
                 recurred, attended = mixed
                 h = h + recurred + attended
-        if layer.mlp is not None:
+        if layer.experts is not None:
+            x = self.normed(i, layer.norms[-1], h, plan.eps)
+            y = self.experts(i, layer.experts, x)
+            h = h + (y if layer.mlp is None else y + self.swiglu(i, x))
+        elif layer.mlp is not None:
             mlp = self.swiglu if layer.mlp.activation == "swiglu" else self.relu2
             made = mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
             h = h + (self.post_normed(i, "post_norm2", made, plan.eps) if layer.sandwich else made)

@@ -34,7 +34,7 @@ _QWEN3_5 = _names(  # of the head that predicts further tokens; the state is flo
 _ROPE = _names("rope_parameters rope_scaling rope_theta")  # where positions are not known
 NEUTRAL: dict[str, frozenset[str]] = {
     "llama": EVERYWHERE | {"pretraining_tp"},
-    "granitemoehybrid": EVERYWHERE | _EXPERTS | _ROPE | {"intermediate_size", "mamba_chunk_size"},
+    "granitemoehybrid": EVERYWHERE | _EXPERTS | _ROPE | {"intermediate_size", "mamba_chunk_size"},  # without experts
     "mamba2": EVERYWHERE | _MAMBA | {"chunk_size", "norm_before_gate", "time_step_rank"},
     "bamba": EVERYWHERE | {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "falcon_h1": EVERYWHERE | {"mamba_chunk_size", "num_logits_to_keep"},
@@ -60,6 +60,7 @@ NEUTRAL: dict[str, frozenset[str]] = {
     ),
     "qwen3_5_text": EVERYWHERE | _QWEN3_5 | {"full_attention_interval"},  # beside layer_types
     "lfm3": EVERYWHERE,
+    "lfm2_moe": EVERYWHERE | {"output_router_logits"},
 }
 # Fields that transformers' code for all models reads. With another value they make a model that is not supported here.
 ONLY: dict[str, Any] = {

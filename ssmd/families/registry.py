@@ -16,6 +16,7 @@ from ssmd.families import (
     falcon_mamba,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     lfm3,
     llama,
     mamba,
@@ -27,6 +28,7 @@ from ssmd.families import (
 )
 from ssmd.families.fields import FamilyError, Recorded
 from ssmd.families.neutral import NEUTRAL, check
+from ssmd.families.unbuilt import named
 from ssmd.families.weights import Binding, given
 from ssmd.model.formats import unread
 from ssmd.model.plan import Plan, first_problem
@@ -145,8 +147,12 @@ FAMILIES = {
             left_out=QWEN3_5_LEFT_OUT,
         ),
         Family("lfm3", lfm3.Config.parse, lfm3.plan, lfm3.bindings),
+        Family("lfm2_moe", lfm2_moe.parse, lfm2.plan, lfm2.bindings),
     )
 }
+
+
+WITH_EXPERTS = ("granitemoehybrid", "lfm2_moe")
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -155,7 +161,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise FamilyError(f"config.json: {why}")
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
+        if (unbuilt := named(name)) is not None:
+            raise FamilyError(f"config.json: model_type is {name!r}: {unbuilt.why(FAMILIES)}")
         experts = isinstance(name, str) and ("moe" in name or "mixtral" in name)
-        why = ", a mixture of experts, and ssmd runs dense models only" if experts else ""
+        why = f", whose experts ssmd does not have; it has those of {' and '.join(WITH_EXPERTS)}" if experts else ""
         raise FamilyError(f"config.json: model_type is {name!r}{why}; supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]

@@ -32,6 +32,7 @@ CASES = [
     *(Case(r, f, "f32") for r in ("litert", "openvino", "wgpu") for f in ("granite", "mamba")),
     *(Case(r, "granite", "int8") for r in ("litert", "openvino")),
     *(Case(r, "lfm3", "f32") for r in ("litert", "openvino")),
+    Case("openvino", "lfm2-moe", "f32"),  # experts
     Case("npu", "granite", "f16"),
     Case(
         "coreml", "granite", "f16"
@@ -46,6 +47,7 @@ MORE = [
     for q in ("f32", "int8")
 ]
 MORE += [Case(r, "granite", "int8", refitted=True) for r in ("litert", "openvino")]
+MORE += [Case("openvino", "lfm2-moe", "int8")]
 MORE += [Case("coreml", "llama", "f16"), Case("coreml", "mamba", "f16")]
 MORE += [Case("wgpu", f, "f32") for f in ("falcon-mamba", "qwen3.5")]
 MORE += [replace(c, device="gl") for c in CASES + MORE if c.runtime == "wgpu"]
