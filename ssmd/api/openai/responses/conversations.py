@@ -210,7 +210,7 @@ def _object(one: Conversation) -> Mapping[str, Any]:
 
 def _items_of(stored: Snapshot, one: Conversation) -> Response:
     """Return the items of the last entry, as they were added."""
-    return listed([*ConversationItems(stored, one).items(one.entries - 1)])
+    return listed(ConversationItems(stored, one).of_part(one.entries - 1))
 
 
 def _item(request: HttpRequest, stored: Snapshot, one: Conversation) -> tuple[int, Mapping[str, Any]]:
