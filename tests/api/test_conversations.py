@@ -28,7 +28,9 @@ from keyfile import bearer, written
 from saying import Saying
 from serving import Answer
 
+from ssmd.api.openai.responses.state import History
 from ssmd.config import Settings
+from ssmd.sessions.fsck.check import examine
 
 Fields = dict[str, Any]
 CONVERSATIONS = "/v1/conversations"
@@ -250,6 +252,48 @@ def test_a_second_request_at_a_conversation_is_refused(tiny: Daemon) -> None:
             found += one.recv(1 << 16)
     assert response_of(ask(tiny, "b", "y", conversation=id_))["status"] == "completed"
     assert said(tiny, id_) == ["b", "y"], "a response that was stopped adds nothing"
+
+
+def test_a_conversation_that_changes_meanwhile_is_refused(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items come after a response has read the list, and before it holds the conversation."""
+    id_ = begun(tiny)
+    read = History.conversation
+
+    def late(history: History, name: str) -> Any:
+        found = read(history, name)
+        monkeypatch.undo()
+        add(tiny, id_, user("between"))
+        return found
+
+    monkeypatch.setattr(History, "conversation", late)
+    answer = ask(tiny, "b", "x", conversation=id_)
+    assert (answer.status, answer.error["code"]) == (400, "conversation_locked"), answer.body
+    assert said(tiny, id_) == ["between"]
+    response_of(ask(tiny, "b", "x", conversation=id_))
+    assert said(tiny, id_) == ["between", "b", "x"]
+
+
+def test_an_added_item_is_given_by_its_id(tiny: Daemon) -> None:
+    id_ = begun(tiny, user("a"), user("b"))
+    first, second = listed(tiny, id_)
+    references = [{"type": "item_reference", "id": item["id"]} for item in (first, second)]
+    response = response_of(ask(tiny, references, "x"))
+    answer = tiny.served.ask("GET", f"{RESPONSES}/{response['id']}/input_items?order=asc")
+    assert texts(answer.json["data"]) == ["a", "b"]
+    assert send(tiny, "DELETE", f"/{id_}/items/{first['id']}").status == 200
+    answer = ask(tiny, references)
+    assert gone(answer), answer.body
+    assert answer.error["param"] == "input[0].id"
+
+
+def test_a_check_finds_conversations_sound(tiny: Daemon) -> None:
+    id_ = begun(tiny, user("a"))
+    response_of(ask(tiny, "b", "x", conversation=id_))
+    send(tiny, "DELETE", f"/{id_}/items/{listed(tiny, id_)[0]['id']}")
+    quiet(tiny)
+    assert tiny.store is not None
+    with tiny.store.reading() as connection:
+        assert not examine(connection).damages
 
 
 def test_a_client_that_leaves_adds_nothing(tiny: Daemon) -> None:

@@ -61,7 +61,7 @@ def put(store: Store, parent: str | None, messages: Sequence[Message], said: str
 
 
 def page(of: ItemList, **query: Any) -> Fields:
-    found: Fields = json.loads(of.page(Page(**query)).body)
+    found: Fields = json.loads(bytes(of.page(Page(**query)).body))
     return found
 
 

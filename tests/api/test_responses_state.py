@@ -228,9 +228,9 @@ def test_items_given_by_id_are_bounded_together(tiny: Daemon, monkeypatch: pytes
     looks: list[str] = []
     found = state._found
 
-    def look(stored: Snapshot, turn: str, **more: bool) -> Any:
+    def look(stored: Snapshot, turn: str) -> Any:
         looks.append(turn)
-        return found(stored, turn, **more)
+        return found(stored, turn)
 
     monkeypatch.setattr(state, "_found", look)
     reference = {"type": "item_reference", "id": long["id"]}

@@ -6,6 +6,7 @@ A request that changes a conversation is refused while another one does, in Open
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -63,6 +64,7 @@ class Conversations:
 
     def __init__(self, on: Service) -> None:
         self._store, self._pool, self._under_way = on.store, on.pool, on.under_way
+        self._writing = threading.Lock()  # SQLite lets one write at a time, and the others only try again and again
 
     async def create(self, request: HttpRequest) -> Response:
         raw = await read_body(request)
@@ -77,7 +79,7 @@ class Conversations:
                     rows.add(connection, one, messages, entry, store.quota, store.domain)
                 return one
 
-            return JSONResponse(_object(_write(store, write)))
+            return JSONResponse(_object(self._write(store, write)))
 
         return await self._ask(request, work)
 
@@ -95,7 +97,7 @@ class Conversations:
         def work(store: Store) -> Response:
             body = validate(DescriptionBody, parse_object(raw))
             change = partial(rows.describe, name=_name(request), metadata=body.metadata or {}, domain=store.domain)
-            return JSONResponse(_object(_write(store, change)))
+            return JSONResponse(_object(self._write(store, change)))
 
         return await self._alone(request, work)
 
@@ -141,7 +143,7 @@ class Conversations:
                 now = rows.read_conversation(connection, one.id, store.domain)
                 rows.add(connection, now, messages, entry, store.quota, store.domain)
 
-            _write(store, write)
+            self._write(store, write)
             with store.snapshot() as stored:
                 return _items_of(stored, stored.conversation(one.id))
 
@@ -169,9 +171,20 @@ class Conversations:
                 rows.withdraw(connection, now, entry, [item["id"]])
                 return now
 
-            return JSONResponse(_object(_write(store, write)))
+            return JSONResponse(_object(self._write(store, write)))
 
         return await self._alone(request, work)
+
+    def _write(self, store: Store, work: Callable[[Connection], T]) -> T:
+        """Run a write transaction for a few words, also on a nearly full disk. Raises StoreError."""
+
+        def attempt() -> T:
+            with self._writing, store.writing() as connection:
+                return work(connection)
+
+        done = store.room.for_words(attempt)
+        store.room.tidy()
+        return done
 
     async def _alone(self, request: HttpRequest, work: Callable[[Store], Response]) -> Response:
         """Run work that changes a conversation, while no other request does. Raises Rejection."""
@@ -210,7 +223,7 @@ def _object(one: Conversation) -> Mapping[str, Any]:
 
 def _items_of(stored: Snapshot, one: Conversation) -> Response:
     """Return the items of the last entry, as they were added."""
-    return listed([*ConversationItems(stored, one).items(one.entries - 1)])
+    return listed(ConversationItems(stored, one).of_part(one.entries - 1))
 
 
 def _item(request: HttpRequest, stored: Snapshot, one: Conversation) -> tuple[int, Mapping[str, Any]]:
@@ -246,15 +259,3 @@ def _read(
 
 def _hash(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
-
-
-def _write(store: Store, work: Callable[[Connection], T]) -> T:
-    """Run a write transaction for a few words, also on a nearly full disk. Raises StoreError."""
-
-    def attempt() -> T:
-        with store.writing() as connection:
-            return work(connection)
-
-    done = store.room.for_words(attempt)
-    store.room.tidy()
-    return done

@@ -27,7 +27,7 @@ from ssmd.api.openai.responses.tools import ToolOrigin
 from ssmd.api.operation import Service
 from ssmd.engine.request import Usage, turn_of
 from ssmd.engine.terms import Rejection
-from ssmd.sessions.rows.conversations import ADDED, Conversation
+from ssmd.sessions.rows.conversations import ADDED, Conversation, place_of
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, Turn, UnknownSession, conversation
@@ -134,11 +134,8 @@ class History:
         """Return the items of a turn by id. Raises Rejection, UnknownSession and StoreError."""
         if name != self._turn:
             with store.snapshot() as stored:
-                turn, facts = _found(stored, name, added=True)
-            self._turn, self._items = (
-                name,
-                {one["id"]: one for one in (*given_in(turn, facts), *output_of(turn, facts))},
-            )
+                every = _items(stored, name)
+            self._turn, self._items = name, {one["id"]: one for one in every}
             for one in self._items.values():
                 self._count(one, param)
         return self._items
@@ -273,15 +270,23 @@ def _before(stored: Snapshot, turn: str, facts: Mapping[str, Any]) -> tuple[Mess
     return messages[1:] if facts.get("instructed") else messages
 
 
-def _found(stored: Snapshot, turn_id: str, *, added: bool = False) -> tuple[Turn, Mapping[str, Any]]:
-    """Return the turn of a response and its facts. Raises UnknownSession if it is unknown, hidden or deleted.
+def _items(stored: Snapshot, turn_id: str) -> list[Item]:
+    """Return the items of a response's turn, or of items that were added to a conversation. Raises UnknownSession."""
+    turn = stored.turn(turn_id)
+    if turn.finish == ADDED:
+        one = stored.conversation(turn.session)
+        number = place_of(turn_id, one)
+        return [] if number is None else ConversationItems(stored, one).of_part(number - 1)
+    turn, facts = _found(stored, turn_id)
+    return [*given_in(turn, facts), *output_of(turn, facts)]
 
-    added: or the turn of items that a client added to a conversation.
-    """
+
+def _found(stored: Snapshot, turn_id: str) -> tuple[Turn, Mapping[str, Any]]:
+    """Return the turn of a response and its facts. Raises UnknownSession if it is unknown, hidden or deleted."""
     turn = stored.turn(turn_id)
     stored.info(turn.session)
     facts = stored.facts([turn_id]).get(turn_id, {})
-    if (not facts and not (added and turn.finish == ADDED)) or facts.get("withdrawn"):
+    if not facts or facts.get("withdrawn"):
         raise UnknownSession(f"there is no response of turn {turn_id!r}")
     return turn, facts
 

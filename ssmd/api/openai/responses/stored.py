@@ -105,6 +105,11 @@ class ItemList(ABC):
         """Yield the items of the parts from number `first` on."""
         return self._walk(first, None, 1, _AT_ONCE)
 
+    def of_part(self, number: int) -> list[Item]:
+        """Return the items of one part."""
+        [part] = self.read([number])
+        return [] if part is None else [*self._items_of(part, None, 1)]
+
     def _after(self, id_: str, step: int, limit: int) -> Iterator[Item]:
         at, place = self._place(id_)
         found = False
