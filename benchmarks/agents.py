@@ -371,7 +371,7 @@ def _size(file: Path) -> int:
 
 def show(rows: Sequence[Row], peer: Sequence[Row] | None = None) -> None:
     """Print a table with a row for each kind of request, and one for all of an agent. peer: of llama-server."""
-    heads = ("agent", "request", "n", "prompt", "cached", "read", "new", "read/new")
+    heads: tuple[str, ...] = ("agent", "request", "n", "prompt", "cached", "read", "new", "read/new")
     heads += ("TTFT ms", "CPU ms", "written kB", "on disk kB")
     heads += () if peer is None else ("llama prompt", "llama read", "its read/new")
     print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
@@ -394,10 +394,10 @@ def _line(
     agent: str,
     kind: str,
     rows: Sequence[Row],
-    of: Callable[[list[float]], float],
+    of: Callable[[Sequence[float]], float],
     peer: Sequence[Row] | None = None,
 ) -> None:
-    def cell(values: list[float], scale: float = 1.0) -> str:
+    def cell(values: Sequence[float], scale: float = 1.0) -> str:
         return f"{of(values) / scale:,.0f}"
 
     counts = [cell([getattr(row, name) for row in rows]) for name in ("prompt", "cached")]
@@ -476,8 +476,8 @@ def main() -> None:
     print(f"# agents: {artifact.parent.name}, {artifact.name}, lengths × {asked.scale}, {form}; {conditions()}\n")
     peer = None
     if asked.llama is not None:
-        options = asked.llama_context, asked.llama_threads, asked.pause
-        peer = measure_llama(*asked.llama, words, agents, *options)
+        binary, gguf = asked.llama
+        peer = measure_llama(binary, gguf, words, agents, asked.llama_context, asked.llama_threads, asked.pause)
     show(measure(artifact, words, agents, False if asked.store_false else None, asked.pause), peer)
 
 

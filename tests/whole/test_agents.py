@@ -79,6 +79,13 @@ def test_request_repeats_what_it_said_before(words: Words) -> None:
     assert [m["role"] for m in after["messages"]] == ["system", "user", "assistant", "tool"]
 
 
+def test_new_tokens_are_those_behind_what_was_fed() -> None:
+    """The last token of an answer is not fed, and the last one of a prompt is read in any case."""
+    assert agents._common([1, 2, 3, 9], [1, 2, 4], 5) == 2
+    assert agents._common([1, 2, 3, 4, 5, 9], [1, 2, 3], 3) == 5
+    assert agents._common([1, 2, 3], [1, 2, 3], 0) == 2
+
+
 def test_agents_trace(
     artifacts: TinyArtifacts,
     words: Words,
@@ -93,7 +100,7 @@ def test_agents_trace(
     with DaemonProcess(artifacts["mamba-f32"], tmp_path / "data") as daemon:
         client = Client(daemon, daemon.get("/v1/models")[1]["data"][0]["id"], tmp_path / "data", None, pause_s=0.05)
         agents.trace(client, opencode)
-        told, sessions = list(client.rows), len(daemon.get("/ssmd/v1/sessions")[1]["data"])
+        told, sessions = client.with_new(words), len(daemon.get("/ssmd/v1/sessions")[1]["data"])
         agents.in_turn(client, [opencode, pi])
         with_pi = len(daemon.get("/ssmd/v1/sessions")[1]["data"])
         agents.in_turn(replace(client, store=False, rows=[]), [opencode])
@@ -108,6 +115,9 @@ def test_agents_trace(
         assert later.resume == "exact"
     [first], [beside] = by_kind["first"], by_kind["title, beside the first"]
     assert (first.cached, beside.cached) == (0, 0)
+    assert (first.new, by_kind["new session"][0].new < first.prompt / 4) == (first.prompt, True)
+    read, new = sum(row.prompt - row.cached for row in told), sum(row.new for row in told)
+    assert new * 0.95 < read < new * 1.5, "what is read is little more than what no earlier prompt had"
     assert by_kind["new session"][0].cached > 0.9 * first.prompt
     assert by_kind["after compaction"][0].prompt < by_kind["summary of all"][0].prompt / 1.5
     assert len(by_kind["sub-agent"]) == 1
@@ -117,7 +127,7 @@ def test_agents_trace(
     assert sum(row.on_disk for row in told) > 0
     turns = [row.kind for row in client.rows[len(told) :] if row.kind != "step"]
     assert turns == ["in turn, first"] * 2 + ["in turn"] * 2
-    agents.show(client.rows)
+    agents.show(client.rows, told)
     printed = capsys.readouterr().out
     assert printed.count("**all") == 2
     assert f"| opencode | first | 1 | {first.prompt:,} | 0 | {first.prompt:,} |" in printed
