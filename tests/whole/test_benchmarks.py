@@ -325,7 +325,7 @@ def test_protocols(artifacts: TinyArtifacts, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_other_servers_behaviours(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    """Those that differ by choice are three, and each is named with its reason."""
+    """Three differ by choice, and each is named with its reason."""
     with DaemonProcess(artifacts["mamba-f32"], tmp_path / "data") as one:
         model = one.get("/v1/models")[1]["data"][0]["id"]
         found = list(conformance.behaviours(f"http://127.0.0.1:{one.port}", model))
