@@ -319,7 +319,8 @@ def test_protocols(artifacts: TinyArtifacts, tmp_path: Path, capsys: pytest.Capt
     assert [line.split(" | ")[0] for line in printed] == ["| chat", "| responses", "| messages", "| ollama"]
     assert printed[0].split(" | ")[2] == "1.000"
     firsts, followers = recent[-8::2], recent[-7::2]
-    assert len({row["prompt_tokens"] for row in firsts}) <= 2, "the protocols do not read the same"
+    sizes = [row["prompt_tokens"] for row in firsts]
+    assert max(sizes) - min(sizes) <= 1, "the protocols do not read the same"
     for first, follower in zip(firsts, followers, strict=True):
         assert follower["cached_tokens"] >= first["prompt_tokens"]
 
