@@ -67,7 +67,7 @@ class Request:
 
 @dataclass
 class Outcome:
-    """What one client did. steps: requests with an answer of the script. others: any other request to a model."""
+    """One client's run. steps: requests with an answer of the script. others: any other request to a model."""
 
     steps: list[Request] = field(default_factory=list)
     others: list[Request] = field(default_factory=list)

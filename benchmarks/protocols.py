@@ -99,7 +99,7 @@ def measure(daemon: DaemonProcess, rounds: int, tokens: int) -> dict[str, list[t
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             protocol = PROTOCOLS[name]
-            messages = [{"role": "user", "content": story(tokens, f"Round {number} by {name}.")}]
+            messages = [{"role": "user", "content": story(tokens, f"Round {number}, {names.index(name)}.")}]
             first, answer = timed(daemon, protocol, protocol.body(model, messages))
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Go on, please."}]
             following, _ = timed(daemon, protocol, protocol.body(model, messages))

@@ -56,19 +56,7 @@ def answers(request: pytest.FixtureRequest) -> None:
     Path(os.environ["SUITE_ANSWERS"]).write_text(json.dumps(said))
 
 
-class _Standard(ChatModelIntegrationTests):
-    """The suite with what the daemon has: no images, no PDFs, no sound."""
-
-    @property
-    def supports_image_inputs(self) -> bool:
-        return False
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return False  # the model decides the object there, and a small one decides badly
-
-
-class TestChatOpenAI(_Standard):
+class TestChatOpenAI(ChatModelIntegrationTests):
     @property
     def chat_model_class(self) -> Any:
         return ChatOpenAI
@@ -85,7 +73,7 @@ class TestChatOpenAIResponses(TestChatOpenAI):
         return {**super().chat_model_params, "use_responses_api": True}
 
 
-class TestChatOllama(_Standard):
+class TestChatOllama(ChatModelIntegrationTests):
     @property
     def chat_model_class(self) -> Any:
         return ChatOllama
@@ -99,7 +87,7 @@ class TestChatOllama(_Standard):
         return False  # Ollama's protocol has none
 
 
-class TestChatAnthropic(_Standard):
+class TestChatAnthropic(ChatModelIntegrationTests):
     @property
     def chat_model_class(self) -> Any:
         return ChatAnthropic

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -107,19 +108,23 @@ def ollama() -> Any:
 
 
 def openai_agents(*, chat: bool = False, previous: bool = False, conversations: bool = False) -> Any:
-    from agents import Agent, OpenAIConversationsSession, Runner, function_tool, set_tracing_disabled
-    from agents.models.openai_chatcompletions import OpenAIChatCompletionsModel
-    from agents.models.openai_responses import OpenAIResponsesModel
+    # By their names: benchmarks/agents.py has the package's name, where types are checked.
+    agents: Any = import_module("agents")
+    model_of: Any = (
+        import_module("agents.models.openai_chatcompletions").OpenAIChatCompletionsModel
+        if chat
+        else import_module("agents.models.openai_responses").OpenAIResponsesModel
+    )
     from openai import AsyncOpenAI
 
-    set_tracing_disabled(True)
+    agents.set_tracing_disabled(True)
 
     async def run() -> Any:
         client = AsyncOpenAI(base_url=BASE, api_key=KEY)
-        model = (OpenAIChatCompletionsModel if chat else OpenAIResponsesModel)(MODEL, client)
-        agent = Agent(name="worker", instructions=SYSTEM, model=model, tools=[function_tool(shell)])
-        session = OpenAIConversationsSession(openai_client=client) if conversations else None
-        result = Runner.run_streamed(agent, PROMPT, session=session, auto_previous_response_id=previous)
+        tools = [agents.function_tool(shell)]
+        agent = agents.Agent(name="worker", instructions=SYSTEM, model=model_of(MODEL, client), tools=tools)
+        session = agents.OpenAIConversationsSession(openai_client=client) if conversations else None
+        result = agents.Runner.run_streamed(agent, PROMPT, session=session, auto_previous_response_id=previous)
         async for _ in result.stream_events():
             pass
         return result.final_output

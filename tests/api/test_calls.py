@@ -458,7 +458,7 @@ def test_what_is_left_of_messages_is_named(tiny: Daemon) -> None:
 
 def test_respelled_call_is_found_without_a_store(tiny: Daemon) -> None:
     """A client in JavaScript sends `{"city":"Paris"}` for `{"city": "Paris"}`; with `store: false` no text is kept."""
-    kept = {"store": False, "prompt_cache_retention": "24h"}
+    kept: dict[str, Any] = {"store": False, "prompt_cache_retention": "24h"}
     first = ask(tiny, f"I look.\n{CALL}", "Paris by a call written again?", **kept).json
     message = first["choices"][0]["message"]
     message["tool_calls"][0]["function"]["arguments"] = PARIS.replace(" ", "")

@@ -37,12 +37,11 @@ def conversation(url: str, turns: list[dict[str, Any]]) -> Any:
 def runner(url: str, arguments: dict[str, Any]) -> Any:
     """Have the client's own loop run a tool that returns "12 degrees". Return its final message."""
 
-    @anthropic.beta_tool
     def get_weather(city: str) -> str:
         """Tell the weather of a city."""
         return "12 degrees"
 
-    final = client(url).beta.messages.tool_runner(**arguments, tools=[get_weather]).until_done()
+    final = client(url).beta.messages.tool_runner(**arguments, tools=[anthropic.beta_tool(get_weather)]).until_done()
     return {"message": final.to_dict()}
 
 
