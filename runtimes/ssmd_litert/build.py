@@ -95,7 +95,7 @@ class LiteRTConverter:
         else:
             exported.rename(model)
         changes: list[Callable[[Edited], None]] = [delegate_all, add_up]
-        if names:
+        if names and module.late is not None:
             changes.insert(0, partial(give_back, parameters=module.late, names=names))
         if module.spec.rows:
             changes.append(partial(open_capacity, nominal=nominal(module.spec)))

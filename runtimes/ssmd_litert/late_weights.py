@@ -157,7 +157,7 @@ def _emptied(operation: Any, names: Mapping[int, str]) -> list[list[str]]:
                 if name is None:
                     continue
                 if name not in empty:
-                    nothing = memoryview(np.zeros(_NOTHING, np.float32))
+                    nothing = np.zeros(_NOTHING, np.float32).data
                     kind = op.results[0].type
                     empty[name] = ir.DenseResourceElementsAttr.get_from_buffer(nothing, f"late_{name}", kind)
                 op.attributes["value"] = empty[name]

@@ -331,7 +331,7 @@ def _write(
         with stage("divide the weights into blocks"):
             bindings = with_offsets(bindings, weights)
             module = module_of(bindings)
-    if target.quantization not in converter.late:
+    if target.quantization not in converter.late and module.late is not None and module.late.late:
         with stage("make the weights in float32"):
             module = author(family, config, {n: binding(source) for n, binding in bindings.items()}, target.context)
     return reference, converter.write(module, target, folder, stage)
