@@ -74,10 +74,9 @@ class Config:
 
 
 def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:
-    listed = layer_kinds(f)
-    if listed is not None:
+    listed, interval = layer_kinds(f), f.size("full_attention_interval", INTERVAL)
+    if listed is not None:  # as in transformers, whatever the interval
         return listed
-    interval = f.size("full_attention_interval", INTERVAL)
     return tuple("mamba" if (i + 1) % interval else "attention" for i in range(f.size("num_hidden_layers")))
 
 

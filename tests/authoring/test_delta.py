@@ -64,7 +64,9 @@ def check(form: Callable[..., tuple[Tensor, Tensor]], given: list[Tensor]) -> No
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(("form", "length"), [(chunked, 16), (chunked, 37), (chunked, 192), (opened, 23), (stepped, 70)])
+@pytest.mark.parametrize(
+    ("form", "length"), [(chunked, 16), (chunked, 37), (chunked, 192), (opened, 23), (stepped, 70)]
+)
 def test_a_form_follows_the_definition(form: Any, length: int, sizes: str) -> None:
     check(form, inputs(length, sizes))
 
