@@ -89,7 +89,7 @@ USED: dict[str, list[Change]] = {
         *ATTENTION,
         {"hidden_size": 60},
         {"intermediate_size": 80},
-        {"num_hidden_layers": 3},
+        {"num_hidden_layers": 3, "full_attention_interval": 3},
         {"layer_types": ["full_attention", *["linear_attention"] * 3]},
         {"full_attention_interval": 2},
         {"head_dim": 16},

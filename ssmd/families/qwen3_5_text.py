@@ -51,7 +51,7 @@ class Config:
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
         """Read config.json. Raises FamilyError naming the field."""
-        f = Fields(config, DEFAULTS)
+        f = Fields(config, DEFAULTS, fixed={"layers_block_type": None})  # which transformers does not read
         f.silu("hidden_act")
         f.only("attn_output_gate", True, True)  # transformers has no other
         f.only("mlp_only_layers", [], [])  # of the config with experts
