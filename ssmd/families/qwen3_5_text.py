@@ -34,7 +34,7 @@ DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32_768}  # what transfor
 
 @dataclass(frozen=True)
 class Config:
-    """prefix: of the names of the text model's tensors, but for the head's."""
+    """A config.json's fields. prefix: begins the names of the text model's tensors, but for the head's."""
 
     vocabulary: int
     hidden: int
