@@ -40,7 +40,7 @@ CACHE = ROOT / ".cache" / "artifacts"
 SOURCES = ROOT / ".cache" / "sources"
 ONE_EACH = (
     *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2"),
-    *("mamba2-groups", "bamba-last", "falcon-h1-norm", "nemotron-h-biases"),
+    *("mamba2-groups", "bamba-last", "falcon-h1-norm", "nemotron-h-biases", "qwen3.5"),
 )
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
 MADE_ELSEWHERE = "TESTED_ARTIFACTS"  # two folders, with | between them
@@ -111,6 +111,7 @@ def _built() -> Iterator[tuple[str, Tiny]]:
             made = Tiny(variant, runtime, quantization, TIERS.get(name, "512"))
             yield name if runtime == "litert" else f"{runtime}-{name}", made
     yield "llama-int4", Tiny("llama", "litert", "int4")
+    yield "qwen3.5-int8", Tiny("qwen3.5", "litert", "int8")
     yield "npu-granite-f16", Tiny("granite", "npu", "f16")
     for variant in ("granite", "llama", "mamba"):
         yield f"coreml-{variant}-f16", Tiny(variant, "coreml", "f16")

@@ -54,11 +54,8 @@ NEUTRAL: dict[str, frozenset[str]] = {
     "lfm2": EVERYWHERE | {"full_attn_idxs"},  # beside layer_types
     "qwen3_5": EVERYWHERE
     | _QWEN3_5
-    | _names(
-        "full_attention_interval image_token_id text_config video_token_id vision_config vision_end_token_id "
-        "vision_start_token_id"
-    ),
-    "qwen3_5_text": EVERYWHERE | _QWEN3_5 | {"full_attention_interval"},  # beside layer_types
+    | _names("image_token_id text_config video_token_id vision_config vision_end_token_id vision_start_token_id"),
+    "qwen3_5_text": EVERYWHERE | _QWEN3_5,
 }
 # Fields that transformers' code for all models reads. With another value they make a model that is not supported here.
 ONLY: dict[str, Any] = {
