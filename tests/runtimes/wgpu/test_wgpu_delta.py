@@ -93,8 +93,8 @@ def prefilled(gpu: Gpu, m: GatedDeltaNet, x: dict[str, Array], p: Array, at: dic
     arrays |= {name: np.zeros((count, m.heads), np.float32) for name in ("DT", "LOGS")}
     arrays["Y"] = np.zeros((count, m.heads, m.value_dim), np.float32)
     keys, scan = delta.recurrence(m, at)
-    for (text, (groups, y), tokens), names in ((keys, ("U", "DT", "LOGS")), (scan, ("Y", "SSM"))):
-        grid = (groups, count if tokens else y)
+    for (text, (groups, _), tokens), names in ((keys, ("U", "DT", "LOGS")), (scan, ("Y", "SSM"))):
+        grid = (groups, count if tokens else 1)
         arrays |= dict(zip(names, run(gpu, text, arrays, grid, *names), strict=True))
     norm = {"columns": m.value_dim, "stride": m.inner, "offset": 0, "eps": f"f32({EPS})"}
     text = shader("group_norm", **norm, gain=at["gated_norm"], shared=True, gate=m.rows)
