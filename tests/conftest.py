@@ -40,7 +40,7 @@ CACHE = ROOT / ".cache" / "artifacts"
 SOURCES = ROOT / ".cache" / "sources"
 ONE_EACH = (
     *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2"),
-    *("mamba2-groups", "bamba-last", "falcon-h1-norm", "nemotron-h-biases", "lfm3"),
+    *("mamba2-groups", "bamba-last", "falcon-h1-norm", "nemotron-h-biases", "lfm3", "qwen3.5"),
 )
 WITH_WINDOWS = ("litert", "openvino")  # the runtimes that compute attention within a window
 EXPERTS, SERVING_EXPERTS = ("lfm2-moe",), ("openvino",)
@@ -118,6 +118,7 @@ def _built() -> Iterator[tuple[str, Tiny]]:
     for variant in EXPERTS:
         yield f"openvino-{variant}-int8", Tiny(variant, "openvino", "int8")
     yield "llama-int4", Tiny("llama", "litert", "int4")
+    yield "qwen3.5-int8", Tiny("qwen3.5", "litert", "int8")
     yield "npu-granite-f16", Tiny("granite", "npu", "f16")
     for variant in ("granite", "llama", "mamba"):
         yield f"coreml-{variant}-f16", Tiny(variant, "coreml", "f16")

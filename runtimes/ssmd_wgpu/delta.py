@@ -36,7 +36,7 @@ def recurrence(m: GatedDeltaNet, at: Mapping[str, int]) -> Iterator[Step]:
 
 def _rows(m: GatedDeltaNet, sizes: Mapping[str, Any], threads: int, held: int) -> int:
     """Return the rows of the state that a thread has at once: each key that it reads is of use to all of them."""
-    fitting = held // (sizes["per_thread"] * (4 if sizes["quads"] else 1))
+    fitting: int = held // (sizes["per_thread"] * (4 if sizes["quads"] else 1))
     return max(1, min(4, fitting, -(-m.value_dim * LANES // threads)))
 
 

@@ -122,8 +122,8 @@ class Operations:
             stride = m.rank + 2 * m.states
             if m.mixer_eps is not None:
                 for offset, columns in ((0, m.rank), (m.rank, m.states), (m.rank + m.states, m.states)):
-                    norm = {"columns": columns, "stride": stride, "offset": offset, "eps": f32(m.mixer_eps)}
-                    yield self._group_norm("bc", part, 1, gain=None, gate=None, **norm)
+                    norm: dict[str, Any] = {"columns": columns, "stride": stride, "offset": offset}
+                    yield self._group_norm("bc", part, 1, gain=None, gate=None, eps=f32(m.mixer_eps), **norm)
             yield from self._products.of(to + "dt", part, "bc", "dt", 0, stride=stride, biased=False)
             yield self._scan(
                 part,

@@ -1,8 +1,8 @@
 """plan.json of an artifact: a model's plan for weights that are packed for shaders.
 
 The file of weights has the plan's parameters (ssmd/model/plan.py), some of them in another form:
-    qkv                       q, k, v and, if there is one, the output's gate as one matrix, ((H + 2 G) D, hidden) or
-                              ((2 H + 2 G) D, hidden), with qkv_bias.
+    qkv                       q, k and v as one matrix, ((H + 2 G) D, hidden), with qkv_bias; then H D rows of `gate`,
+                              if the output has one.
     conv, A                   channels first: (C, width), Mamba-1's A (C, N).
     norm1, norm2              also if the plan's name is `norm`, in a layer with only one norm.
     rope_cos, rope_sin        (context, R / 2), if a layer rotates.

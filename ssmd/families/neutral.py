@@ -54,11 +54,8 @@ NEUTRAL: dict[str, frozenset[str]] = {
     "lfm2": EVERYWHERE | {"full_attn_idxs"},  # beside layer_types
     "qwen3_5": EVERYWHERE
     | _QWEN3_5
-    | _names(
-        "full_attention_interval image_token_id text_config video_token_id vision_config vision_end_token_id "
-        "vision_start_token_id"
-    ),
-    "qwen3_5_text": EVERYWHERE | _QWEN3_5 | {"full_attention_interval"},  # beside layer_types
+    | _names("image_token_id text_config video_token_id vision_config vision_end_token_id vision_start_token_id"),
+    "qwen3_5_text": EVERYWHERE | _QWEN3_5,
     "lfm3": EVERYWHERE,
     "lfm2_moe": EVERYWHERE | {"output_router_logits"},
 }

@@ -34,7 +34,7 @@ DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32_768}  # what transfor
 
 @dataclass(frozen=True)
 class Config:
-    """prefix: of the names of the text model's tensors, but for the head's."""
+    """A config.json's fields. prefix: begins the names of the text model's tensors, but for the head's."""
 
     vocabulary: int
     hidden: int
@@ -51,7 +51,7 @@ class Config:
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
         """Read config.json. Raises FamilyError naming the field."""
-        f = Fields(config, DEFAULTS)
+        f = Fields(config, DEFAULTS, fixed={"layers_block_type": None})  # which transformers does not read
         f.silu("hidden_act")
         f.only("attn_output_gate", True, True)  # transformers has no other
         f.only("mlp_only_layers", [], [])  # of the config with experts
@@ -74,10 +74,9 @@ class Config:
 
 
 def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:
-    listed = layer_kinds(f)
-    if listed is not None:
+    listed, interval = layer_kinds(f), f.size("full_attention_interval", INTERVAL)
+    if listed is not None:  # as in transformers, whatever the interval
         return listed
-    interval = f.size("full_attention_interval", INTERVAL)
     return tuple("mamba" if (i + 1) % interval else "attention" for i in range(f.size("num_hidden_layers")))
 
 

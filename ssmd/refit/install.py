@@ -83,7 +83,11 @@ def config_of(family: Family, source: Source, progress: Progress) -> Any:
             "as transformers 5 does"
         )
         config = replace(config, tied=False)
-    if unused := unused_tensors(source, family.bindings(config)):
+    unused = unused_tensors(source, family.bindings(config))
+    for prefix, what in family.left_out.items():
+        if count := sum(name.startswith(prefix) for name in unused):
+            progress(f"left out: {what}, {count} tensor{'s' * (count > 1)} named {prefix}*")
+    if unused := [name for name in unused if not name.startswith(tuple(family.left_out))]:
         progress(f"the model has no use for these tensors, nor has transformers: {_listed(unused)}")
     return config
 

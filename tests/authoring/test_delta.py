@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,18 +40,19 @@ def inputs(
 
 def chunked(*given: Tensor) -> tuple[Tensor, Tensor]:
     length = given[0].shape[1]
-    return delta.chunked(*given, delta.masks(min(length, 64)), -(-length // 64))
+    form = partial(delta.chunked, masks=delta.masks(min(length, 64)), chunks=-(-length // 64))
+    return form(*given)
 
 
 def opened(*given: Tensor) -> tuple[Tensor, Tensor]:
-    return delta.chunked(*given, delta.open_masks(given[0].shape[1]))
+    return partial(delta.chunked, masks=delta.open_masks(given[0].shape[1]))(*given)
 
 
 def stepped(*given: Tensor) -> tuple[Tensor, Tensor]:
     *rows, state = given
     ys = []
     for t in range(rows[0].shape[1]):
-        y, state = delta.step(*(row[:, t : t + 1] for row in rows), state)
+        y, state = delta.step(*[*(row[:, t : t + 1] for row in rows), state])
         ys.append(y)
     return torch.cat(ys, 1), state
 
@@ -87,7 +89,7 @@ def test_repeated_keys_lose_no_digits(form: Any, case: dict[str, float]) -> None
 
 
 def test_the_series_would_lose_them() -> None:
-    """What the doubled blocks are for: the usual product of powers is off by more than the values themselves."""
+    """The doubled blocks exist for this: the usual product of powers is off by more than the values themselves."""
     x = delta.l2(inputs(64, "one head", alike=1.0)[1].reshape(64, -1))
     a = torch.tril(x @ x.T * 0.9, -1)
     eye, power = torch.eye(64), -a
@@ -125,10 +127,10 @@ def test_pads_alone_keep_every_bit_of_a_state(form: Any) -> None:
 
 def test_lanes_have_the_bits_of_a_stream_alone() -> None:
     given = [inputs(1), inputs(1, alike=0.5), inputs(1, g=0.0)]
-    rows = [torch.cat(parts, 1) for parts in list(zip(*given, strict=True))[:-1]]
+    q, k, v, g, beta = (torch.cat(parts, 1) for parts in list(zip(*given, strict=True))[:-1])
     states = [lane[-1] + i for i, lane in enumerate(given)]
-    ys, made = delta.step_by_lane(*rows, states)
+    ys, made = delta.step_by_lane(q, k, v, g, beta, states)
     for i, lane in enumerate(given):
-        y, new = delta.step(*lane[:-1], states[i])
+        y, new = delta.step(*[*lane[:-1], states[i]])
         np.testing.assert_array_equal(ys[:, i : i + 1].numpy(), y.numpy())
         np.testing.assert_array_equal(made[i].numpy(), new.numpy())

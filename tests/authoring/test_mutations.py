@@ -17,7 +17,7 @@ import tiny
 import torch
 from numpy.typing import NDArray
 
-from ssmd.authoring import attention, ops, scan
+from ssmd.authoring import attention, delta, ops, scan
 from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host
 from ssmd.authoring.model import Model, author
@@ -238,7 +238,50 @@ def without_shared(module: FlatModule, _: pytest.MonkeyPatch) -> None:
 
 
 SHARES = wrapped("shares")
+
+
+def rule(change: Callable[..., Any]) -> Mutation:
+    """Both forms of the gated delta rule, with q, k, v, g, beta and the state changed."""
+    both = wrapped("chunked", "step", place=delta)
+    return both(lambda form, *args: form(*change(*args[:6]), *args[6:]))
+
+
+def next_key_head(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> Any:
+    """Value heads read the keys and queries of the key head after their own."""
+    width = state.shape[-1]
+    assert k.shape[-1] > width, "there is one key head only"
+    return q.roll(-width, -1), k.roll(-width, -1), v, g, beta, state
+
+
+def gate_for_query(module: FlatModule, _: pytest.MonkeyPatch) -> None:
+    for query, gate in zip(parameters(module, "q"), parameters(module, "gate"), strict=True):
+        gate.copy_(query)
+
+
+def gate_before_norm(module: FlatModule, patch: pytest.MonkeyPatch) -> None:
+    """The gated norm is of y * silu(gate)."""
+    weights = {id(p) for p in parameters(module, "gated_norm")}
+    silu, gates = ops.silu, list[Any]()
+    linear = type(module).linear
+
+    def noted(self: Any, layer: int, name: str, x: Any) -> Any:
+        y = linear(self, layer, name, x)
+        if name == "in":
+            gates.append(silu(y[..., : self.plan.layers[layer].mixers[0].inner]))
+        return y
+
+    def normed(norm: Any, x: Any, w: Any, eps: float) -> Any:
+        if id(w) not in weights:
+            return norm(x, w, eps)
+        gate = gates[-1].reshape(x.shape)
+        return norm(x * gate, w, eps) / gate  # the mixer multiplies by it
+
+    patch.setattr(type(module), "linear", noted)
+    wrapped("rms_norm")(normed)(module, patch)
+
+
 SSD = wrapped("ssd_chunked", "ssd_step")
+DELTA = ("qwen3.5", "qwen3.5-odd")
 # The variants that stand for the families: each has every part of its family, where not another is named.
 MIXERS = ("granite-rope", "mamba2-odd", "bamba-last", "falcon-h1-biases", "nemotron-h-biases")
 SCANS = ("mamba-biases", "falcon-mamba")
@@ -331,6 +374,30 @@ MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
     "last norm forgotten": (unnormed("norm"), (*ATTENTION, "mamba2-odd", *SCANS)),
     "last norm without weight": (unweighted("norm"), (*ATTENTION, "mamba2-odd", *SCANS)),
     "gate and up swapped": (changed("gate_up", lambda w: w.roll(w.shape[0] // 2, 0)), ATTENTION),
+    "output gate forgotten": (changed("gate", lambda w: w * 0 + 0.0), DELTA),
+    "output gate taken for the query": (gate_for_query, DELTA),
+    "norms by w instead of 1 + w": (changed("norm1", lambda w: w - 1), DELTA),
+    "key's norm by w instead of 1 + w": (changed("k_norm", lambda w: w - 1), DELTA),
+    "gated norm by 1 + w": (changed("gated_norm", lambda w: w + 1), DELTA),
+    "gated norm forgotten": (unnormed("gated_norm"), DELTA),
+    "gated norm after the gate": (gate_before_norm, DELTA),
+    "decay of gated DeltaNet dropped": (dropped("A"), DELTA),
+    "dt bias of gated DeltaNet dropped": (dropped("dt_bias"), DELTA),
+    "beta and a swapped": (changed("ba", lambda w: w.roll(len(w) // 2, 0)), DELTA),
+    "beta of 1": (rule(lambda q, k, v, g, beta, s: (q, k, v, g, torch.sign(beta), s)), DELTA),
+    "beta to 2": (rule(lambda q, k, v, g, beta, s: (q, k, v, g, 2 * beta, s)), DELTA),
+    "keys and queries swapped": (rule(lambda q, k, v, g, beta, s: (k, q, v, g, beta, s)), DELTA),
+    "keys of the next key head": (rule(next_key_head), DELTA),
+    "query scale of gated DeltaNet forgotten": (
+        wrapped("l2", place=delta)(lambda l2, x: 2 * l2(x)),
+        DELTA,
+    ),
+    "l2 forgotten": (wrapped("l2", place=delta)(lambda _, x: x), DELTA),
+    "gate of gated DeltaNet taken for q": (changed("in", lambda w: w.roll(len(w) // 4, 0)), DELTA),
+    "pads move gated DeltaNet's state": (
+        wrapped("valid_rows")(lambda rows, *args: torch.ones_like(rows(*args))),
+        DELTA,
+    ),
     "relu for its square": (wrapped("relu2")(lambda _, x: torch.relu(x)), ALONE),
     "silu for relu": (wrapped("relu2")(lambda _, x: ops.silu(x) ** 2), ALONE),
     "norm of a layer of one part forgotten": (unnormed("norm"), ALONE),

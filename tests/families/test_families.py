@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from ssmd.families.registry import FAMILIES, WITH_EXPERTS, family_of
 from ssmd.model.plan import LATER, Plan
 from ssmd.model.rope import ProportionalScaling, Rope
 from ssmd.model.source import Source, SourceError
+from ssmd.refit.install import config_of
 
 LLAMA = {"model_type": "llama", "vocab_size": 384, **tiny.LLAMA}
 QWEN3 = {"model_type": "qwen3", "vocab_size": 384, **tiny.QWEN3}
@@ -516,6 +519,81 @@ def test_state_of_granite_350m_weighs_what_it_should() -> None:
     assert [t.name for t in spec.tensors][:2] == ["conv_0", "ssm_0"]
     assert [t.layer for t in spec.rows] == [10, 10, 13, 13, 17, 17, 27, 27]
     assert {t.dtype for t in spec.recurrent} == {"float32"}
+
+
+def published(**fields: Any) -> dict[str, Any]:
+    """Qwen3.5's config.json as it is published: the text model in an object of its own, beside a vision tower."""
+    text = {"model_type": "qwen3_5_text", "vocab_size": 384, **tiny.QWEN3_5, "mtp_num_hidden_layers": 1}
+    del text["tie_word_embeddings"]
+    vision = {"model_type": "qwen3_5_vision", "depth": 2}
+    return {"model_type": "qwen3_5", "text_config": text, "vision_config": vision, "image_token_id": 7, **fields}
+
+
+def test_qwen3_5_is_read_from_its_text_config() -> None:
+    nested, flat = FAMILIES["qwen3_5"], FAMILIES["qwen3_5_text"]
+    text = published()["text_config"]
+    assert family_of(published()) is nested
+    assert replace(nested.parse(published()), prefix="model.") == flat.parse(text)
+    names = nested.bindings(nested.parse(published()))["embedding"].reads
+    assert list(names) == ["model.language_model.embed_tokens.weight"]
+    assert nested.unread(published()) == flat.unread(text) == ()
+    assert nested.unread(published(new=1, text_config={**text, "newer": 2})) == ("new", "newer")
+
+
+@pytest.mark.parametrize(
+    ("beside", "within", "tied"),
+    [(None, None, False), (None, True, True), (True, None, True), (True, False, True), (False, True, False)],
+)
+def test_qwen3_5_is_tied_as_said_outside_first(beside: bool | None, within: bool | None, tied: bool) -> None:
+    text = {**published()["text_config"], "tie_word_embeddings": within}
+    config = published(text_config=text, tie_word_embeddings=beside)
+    assert FAMILIES["qwen3_5"].parse(config).tied == tied
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"text_config": None}, "text_config is None"),
+        ({"text_config": "qwen"}, "text_config is 'qwen'"),
+        ({"text_config": {"model_type": "qwen3_5_moe_text"}}, "text_config is 'qwen3_5_moe_text'"),
+        ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, "text_config: .*quantization_config"),
+        ({"text_config": {**tiny.QWEN3_5, "vocab_size": 9, "text_config": {}}}, "text_config is {}"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder is True"),
+    ],
+)
+def test_qwen3_5_refuses_what_stands_beside(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(FamilyError, match=named):
+        FAMILIES["qwen3_5"].parse(published(**fields))
+
+
+def test_qwen3_5_layers_without_a_list() -> None:
+    text = {"model_type": "qwen3_5_text", "vocab_size": 384, **tiny.QWEN3_5, "num_hidden_layers": 5}
+    layers = [FAMILIES["qwen3_5_text"].parse({**text, **more}).layers for more in ({}, {"full_attention_interval": 2})]
+    assert [[i for i, kind in enumerate(found) if kind == "attention"] for found in layers] == [[3], [1, 3]]
+
+
+def test_a_vision_tower_and_mtp_are_left_out_by_name(tmp_path: Path) -> None:
+    """The checkpoint as it is published is the same model, and each part that it loses is named."""
+    from safetensors.numpy import load_file, save_file
+
+    flat = Source.open(tiny.write_source(tmp_path / "flat", "qwen3.5"))
+    tensors = load_file(tmp_path / "flat" / "model.safetensors")
+    more = {n: np.ones((2, 2), np.float32) for n in ("model.visual.blocks.0.w", "model.visual.b", "mtp.fc.weight")}
+    folder = tmp_path / "published"
+    shutil.copytree(tmp_path / "flat", folder)
+    renamed = {n.replace("model.", "model.language_model."): t for n, t in tensors.items()}
+    save_file({**renamed, **more}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(published(text_config=dict(flat.config))))
+    said: list[str] = []
+    source, family = Source.open(folder), FAMILIES["qwen3_5"]
+    bound = family.bindings(config_of(family, source, said.append))
+    assert said == [
+        "left out: the vision tower, 2 tensors named model.visual.*",
+        "left out: the head that predicts further tokens (MTP), 1 tensor named mtp.*",
+    ]
+    other = FAMILIES["qwen3_5_text"]
+    for name, binding in other.bindings(other.parse(flat.config)).items():
+        np.testing.assert_array_equal(bound[name](source), binding(flat))
 
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS)

@@ -16,14 +16,16 @@ from gguf import GGMLQuantizationType, quants
 
 from ssmd.authoring.host import Host
 from ssmd.authoring.model import author
-from ssmd.families.offsets import BLOCK, divided, is_multiplied, with_offsets
+from ssmd.build.builder import Quantization
+from ssmd.families.offsets import BLOCK, divided, is_exact, is_multiplied, with_offsets
 from ssmd.families.registry import family_of
 from ssmd.families.weights import Array, Binding, mapped
 from ssmd.model.artifact import Artifact
 from ssmd.model.source import Source, SourceError
 from ssmd.runtime.protocol import get_runtime
 from ssmd_litert.modelfile import Edited
-from ssmd_litert.recipe import offsets, unfit
+from ssmd_litert.recipe import nbytes, offsets, unfit
+from ssmd_openvino.build import _compressed
 
 TOLERANCE = 2e-5  # of the largest logit: float32, as against transformers
 _KIND = GGMLQuantizationType.Q4_1
@@ -99,7 +101,33 @@ def test_which_weights_have_4_bits_in_litert() -> None:
     assert (offsets(shapes, "int8"), unfit(shapes, "int8")) == ([], None)
 
 
-@pytest.mark.parametrize("variant", ["llama", "granite", "mamba", "lfm2"])
+def test_b_and_a_stay_float32_in_litert(artifacts: TinyArtifacts) -> None:
+    file = Edited(Artifact.open(artifacts["qwen3.5-int8"]).file("model.tflite"))
+    kinds: dict[tuple[int, ...], set[int]] = {}
+    for tensor in (t for graph in file.model.subgraphs for t in graph.tensors if len(t.shape) == 2):
+        kinds.setdefault(tuple(map(int, tensor.shape)), set()).add(tensor.type)
+    assert kinds[512, 96] == {TensorType.INT8}  # in
+    assert kinds[48, 96] == {TensorType.FLOAT32, TensorType.INT8}  # ba; attention's k and v
+    assert nbytes({"layer0_ba": (48, 96)}, "int8") == nbytes({"layer0_ba": (48, 96)}, "int4") == 4 * 48 * 96
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_b_and_a_stay_float32_in_openvino(quantization: Quantization) -> None:
+    import openvino
+    from openvino import opset14 as ops
+
+    x, products = ops.parameter([1, 4, 64], np.float32), []
+    for seed, name in enumerate(("layer0_in", "layer0_ba")):
+        rows = ops.constant(np.random.default_rng(seed).standard_normal((160, 64), np.float32), name=name)
+        products.append(ops.matmul(x, rows, False, True))
+    model = _compressed(openvino.Model(products, [x]), quantization)
+    constants = [op for op in model.get_ops() if op.get_type_name() == "Constant"]
+    kinds = {op.get_friendly_name(): op.get_element_type().get_type_name() for op in constants}
+    assert [kind for name, kind in kinds.items() if is_exact(name)] == ["f32"]
+    assert kinds["layer0_in"] in ("i8", "i4")  # nncf keeps 8 bits of a model's last product
+
+
+@pytest.mark.parametrize("variant", ["llama", "granite", "mamba", "lfm2", "qwen3.5"])
 def test_a_module_with_offsets_is_the_same_function(variant: str, tmp_path: Path) -> None:
     source = Source.open(tiny.write_source(tmp_path / "source", variant))
     family = family_of(source.config)

@@ -93,8 +93,8 @@ def prefilled(gpu: Gpu, m: GatedDeltaNet, x: dict[str, Array], p: Array, at: dic
     arrays |= {name: np.zeros((count, m.heads), np.float32) for name in ("DT", "LOGS")}
     arrays["Y"] = np.zeros((count, m.heads, m.value_dim), np.float32)
     keys, scan = delta.recurrence(m, at)
-    for (text, (groups, y), tokens), names in ((keys, ("U", "DT", "LOGS")), (scan, ("Y", "SSM"))):
-        grid = (groups, count if tokens else y)
+    for (text, (groups, _), tokens), names in ((keys, ("U", "DT", "LOGS")), (scan, ("Y", "SSM"))):
+        grid = (groups, count if tokens else 1)
         arrays |= dict(zip(names, run(gpu, text, arrays, grid, *names), strict=True))
     norm = {"columns": m.value_dim, "stride": m.inner, "offset": 0, "eps": f"f32({EPS})"}
     text = shader("group_norm", **norm, gain=at["gated_norm"], shared=True, gate=m.rows)
@@ -170,7 +170,7 @@ def test_cuts_of_a_prefill_change_no_bit(any_gpu: Gpu) -> None:
 
 @pytest.mark.parametrize(("same", "beta", "decay"), [(1.0, 0.5, 0.99), (1.0, 0.99, 1.0), (0.9, 0.9, 0.999)])
 def test_keys_that_repeat_lose_nothing(gpu: Gpu, same: float, beta: float, decay: float) -> None:
-    """A user who writes "aaaa": a chunk's inverse, made as a series, is wrong by 1e8 here."""
+    """As of a text "aaaa": a chunk's inverse, made as a series, is wrong by 1e8 here."""
     m = mixer_of(1, 1, 128, 128)
     x, (vectors, p, at) = inputs(m, 64), vectors_of(m)
     k = x["U"][:, m.keys : 2 * m.keys]
