@@ -69,7 +69,8 @@ def _op(regex: str, operation: str, bits: int = 8) -> dict[str, Any]:
     }
 
 
-_KEPT = {**_op(f".*{_EXACT}.*", "FULLY_CONNECTED"), "algorithm_key": "no_quantize"}
+# The first name alone: a product of the same input has the names of both, one after the other.
+_KEPT = {**_op(f"^[^;]*{_EXACT}", "FULLY_CONNECTED"), "algorithm_key": "no_quantize"}
 
 
 def offsets(shapes: Shapes, quantization: Quantization) -> list[str]:
