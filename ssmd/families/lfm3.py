@@ -60,7 +60,7 @@ class Config:
         f.size("num_key_value_heads")  # has no default that any checkpoint relies on
         layers, max_position = _layer_kinds(f), f.size("max_position_embeddings", 128_000)
         plain = without_rope(f)
-        kinds = [kind for kind in KINDS if kind != "conv" and kind in layers]
+        kinds: list[str] = [kind for kind in KINDS if kind != "conv" and kind in layers]
         ropes = {k: rope_by_layer_type(f, k, plain.head_dim, max_position, ROPES, THETA) for k in kinds}
         width = f.size("conv_L_cache", 7)
         if width < 2:
