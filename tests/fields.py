@@ -139,6 +139,7 @@ USED: dict[str, list[Change]] = {
         {"sliding_window": 100},
         {"head_dim": 32},
         {"norm_eps": 0.3},
+        {"rms_norm_eps": 0.3},
         {"attention_bias": True},
         {"conv_bias": True},
         {"conv_L_cache": 4},
@@ -322,7 +323,7 @@ SAME: dict[str, list[Change]] = {  # what is read and says, with these values, w
         {"rope_parameters": tiny.QWEN3_5["rope_parameters"] | {"mrope_section": [1, 1, 1], "mrope_interleaved": True}},
     ],
     "lfm2": WHOLE,
-    "lfm3": [*WHOLE, {"sliding_window": 100, "layer_types": ["conv", "full_attention", "conv", "conv", "conv"]}],
+    "lfm3": WHOLE,
     "lfm2_moe": WHOLE,
     "granitemoehybrid": [*SILU, *WHOLE, {"num_local_experts": 0}, {"normalization_function": "rmsnorm"}],
     "bamba": [

@@ -267,7 +267,7 @@ class FlatModule(nn.Module):
     def _window_by_lane(
         self, q: Tensor, k: Tensor, v: Tensor, key: Sequence[Tensor], value: Sequence[Tensor], masks: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Compute a token of each of B lanes, q (B, G, R, D), each over its own window, by a step's operations."""
+        """Compute a token of each of B lanes, q (B, G, R, D), over its own window, by the operations of one step."""
         if self.open:
             lanes = [slice(b, b + 1) for b in range(len(key))]
             made = [

@@ -56,11 +56,11 @@ class Config:
     def parse(config: Mapping[str, Any]) -> Config:
         """Read config.json. Raises FamilyError naming the field."""
         f = Fields(config, {"head_dim": 128})
-        hidden, eps = f.size("hidden_size"), f.number("norm_eps", 1e-5)
+        hidden, eps = f.size("hidden_size"), _eps(f)
         f.size("num_key_value_heads")  # has no default that any checkpoint relies on
         layers, max_position = _layer_kinds(f), f.size("max_position_embeddings", 128_000)
         plain = without_rope(f)
-        kinds = [kind for kind in KINDS if kind != "conv" and kind in layers]
+        kinds: list[str] = [kind for kind in KINDS if kind != "conv" and kind in layers]
         ropes = {k: rope_by_layer_type(f, k, plain.head_dim, max_position, ROPES, THETA) for k in kinds}
         width = f.size("conv_L_cache", 7)
         if width < 2:
@@ -80,6 +80,14 @@ class Config:
             tied=f.flag("tie_word_embeddings", True),
             max_position=next((rope.reach(max_position) for rope in ropes.values()), max_position),
         )
+
+
+def _eps(f: Fields) -> float:
+    """Read `norm_eps`, which transformers also takes as `rms_norm_eps`."""
+    eps = f.number("rms_norm_eps", f.number("norm_eps", 1e-5))
+    if f.get("norm_eps") not in (None, eps):
+        raise FamilyError(f"config.json: norm_eps is {f.get('norm_eps')!r} and rms_norm_eps {eps}: leave one out")
+    return eps
 
 
 def _layer_kinds(f: Fields) -> tuple[LayerKind, ...]:

@@ -262,6 +262,7 @@ def test_lfm2_in_the_older_spelling() -> None:
         ({"sliding_window": None}, "sliding_window is None, expected at least 2"),
         ({"sliding_window": 1}, "sliding_window is 1, expected at least 2"),
         ({"sliding_window": 24.0}, "sliding_window is 24.0"),
+        ({"norm_eps": 0.1, "rms_norm_eps": 0.2}, "norm_eps is 0.1 and rms_norm_eps 0.2: leave one out"),
         ({"conv_L_cache": 1}, "conv_L_cache is 1"),
         ({"num_key_value_heads": None}, "num_key_value_heads is missing"),
         ({"head_dim": 15}, "head_dim = 15"),
