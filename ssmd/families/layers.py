@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ssmd.families.fields import FamilyError, Fields
+from ssmd.families.unbuilt import NEMOTRON_EXPERTS
 
 LayerKind = Literal["mamba", "attention"]
 SPELLINGS: dict[str, LayerKind] = {
@@ -76,6 +77,7 @@ def part_kinds(f: Fields) -> tuple[PartKind, ...]:
         raise FamilyError(f"config.json: {name} is {said!r}, expected the kinds of {layers}")
     for one in said:
         if not isinstance(one, str) or one not in known:
-            why = ": mixture-of-experts layers are not supported, only dense models" if one in _EXPERTS else ""
-            raise FamilyError(f"config.json: {name} has {one!r}{why}; supported: {', '.join(known)}")
+            experts = one in _EXPERTS
+            why = f": {NEMOTRON_EXPERTS.why(('nemotron_h',))}" if experts else f"; supported: {', '.join(known)}"
+            raise FamilyError(f"config.json: {name} has {one!r}{why}")
     return tuple(known[one] for one in said)

@@ -24,6 +24,7 @@ from ssmd.families import (
 )
 from ssmd.families.fields import FamilyError, Recorded
 from ssmd.families.neutral import NEUTRAL, check
+from ssmd.families.unbuilt import named
 from ssmd.families.weights import Binding, given
 from ssmd.model.formats import unread
 from ssmd.model.plan import Plan, first_problem
@@ -108,13 +109,18 @@ FAMILIES = {
 }
 
 
+WITH_EXPERTS = ("granitemoehybrid", "lfm2_moe")
+
+
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. Raises FamilyError with the supported ones, or with what to use instead."""
     if why := unread(config):
         raise FamilyError(f"config.json: {why}")
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
+        if (unbuilt := named(name)) is not None:
+            raise FamilyError(f"config.json: model_type is {name!r}: {unbuilt.why(FAMILIES)}")
         experts = isinstance(name, str) and ("moe" in name or "mixtral" in name)
-        why = ", a mixture of experts, and ssmd runs dense models only" if experts else ""
+        why = f", whose experts ssmd does not have; it has those of {' and '.join(WITH_EXPERTS)}" if experts else ""
         raise FamilyError(f"config.json: model_type is {name!r}{why}; supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[name]

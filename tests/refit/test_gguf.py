@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import struct
 import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
@@ -403,7 +404,7 @@ def field(name: str, value: Any) -> Callable[[gguf.GGUFWriter], object]:
             field("llama.attention.sliding_window", 4096),
             "llama.attention.sliding_window is 4096, which is not supported",
         ),
-        (field("llama.expert_count", 8), "llama.expert_count is 8, which is not supported"),
+        (field("llama.expert_count", 8), "has experts (llama.expert_count is 8), which ssmd does not have for llama"),
         (
             field("llama.rope.scaling.type", "longrope"),
             "rope.scaling.type is 'longrope', expected none, linear or yarn",
@@ -478,6 +479,36 @@ def test_kinds_of_files_that_are_refused(artifacts: TinyArtifacts, llama: Path, 
         assert expected in said(tmp_path / "other.gguf")
     rope = scaled(source, tmp_path / "rope", tiny.LLAMA3_ROPE | {"low_freq_factor": 2.5})
     assert "rope_freqs.weight is not a table of Llama 3's RoPE" in said(write_gguf(rope, tmp_path / "rope.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        ("jamba", "its architecture is 'jamba': it needs Mamba-1 layers whose norms of dt, B and C have weights"),
+        ("kimi-linear", "'kimi-linear': it needs Kimi Delta Attention"),
+        ("nemotron_h_moe", "Nemotron-3-Nano-30B-A3B takes 30 GB in int8"),
+        ("plamo2", "'plamo2': it needs Mamba heads with"),
+        ("qwen35moe", "Qwen3.5-35B-A3B takes 35 GB in int8 and 21 GB in int4"),
+        ("qwen3next", "'qwen3next': it needs 512 experts"),
+        ("rwkv7", "'rwkv7': it needs the time mixing of RWKV-7, which ssmd does not have. Take a model of "),
+        ("lfm2moe", "'lfm2moe', a mixture of experts. Experts are read from safetensors only: take a checkpoint"),
+    ],
+)
+def test_an_unbuilt_architecture_is_refused_by_its_need(
+    llama: Path, tmp_path: Path, architecture: str, expected: str
+) -> None:
+    own, other = (struct.pack("<Q", len(name)) + name.encode() for name in ("llama", architecture))
+    (tmp_path / "a.gguf").write_bytes(llama.read_bytes().replace(own, other, 1))
+    with pytest.raises(SourceError, match=re.escape(expected)) as refusal:
+        opened(tmp_path / "a.gguf")
+    assert architecture in gguf.MODEL_ARCH_NAMES.values()
+    assert "\n" not in str(refusal.value)
+
+
+def test_experts_of_granite_are_read_from_safetensors(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    change = field("granitehybrid.expert_count", 64)
+    with pytest.raises(SourceError, match=r"expert_count is 64\)\. .*granite-4\.0-h-tiny, and ssmd build for runtime"):
+        opened(write_gguf(artifacts.source("granite-f32"), tmp_path / "a.gguf", change=change))
 
 
 def test_a_tensor_of_an_unread_type_is_named(llama: Path, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.families.registry import FAMILIES
+from ssmd.families.unbuilt import in_gguf
 from ssmd.model.ggml import ENCODINGS
 from ssmd.model.gguf import GGUF, Listed, shown
 from ssmd.model.source import READ_BYTES, VOLATILE, Source, SourceError, Tensor
@@ -25,6 +27,9 @@ from ssmd.refit.gguf.architectures import ARCHITECTURES, PLAIN, ROPE_FREQS, Form
 from ssmd.refit.gguf.tokenizer import vocabulary_of
 
 LINEAGE = "gguf-1"  # begins the lineage of these sources: raise it if the values that are made of a file change
+# Architectures whose experts are served, but not read from GGUF: a published checkpoint of each.
+WITH_EXPERTS = {"lfm2moe": "LiquidAI/LFM2-8B-A1B", "granitehybrid": "ibm-granite/granite-4.0-h-tiny"}
+_INSTEAD = "Experts are read from safetensors only: take a checkpoint such as {}, and ssmd build for runtime openvino"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf\Z", re.IGNORECASE)
 
 
@@ -58,9 +63,9 @@ class GGUFSource(Source):
             _is_whole_model(read)
             name = read.fields.get("general.architecture")
             if not isinstance(name, str) or name not in ARCHITECTURES:
-                known = ", ".join(ARCHITECTURES)
-                raise SourceError(f"{file}: its architecture is {shown(str(name))}; from GGUF ssmd reads {known}")
+                raise SourceError(f"{file}: its architecture is {shown(str(name))}{_why_not(name)}")
             architecture, metadata = ARCHITECTURES[name], Metadata(read, name)
+            _has_no_experts(metadata)
             config = architecture.config(metadata)
             if unknown := metadata.unknown():
                 value = repr(read.fields[f"{name}.{unknown[0]}"])[:60]
@@ -149,6 +154,26 @@ class GGUFSource(Source):
             for part in stored.parts:
                 values[part.kind_name] = values.get(part.kind_name, 0) + math.prod(part.shape)
         return ", ".join(sorted(values, key=lambda name: -values[name]))
+
+
+def _why_not(architecture: object) -> str:
+    """Return why an architecture is not read, as the end of a message."""
+    name = architecture if isinstance(architecture, str) else ""
+    if name in WITH_EXPERTS:
+        return f", a mixture of experts. {_INSTEAD.format(WITH_EXPERTS[name])}"
+    if (unbuilt := in_gguf(name)) is not None:
+        return f": {unbuilt.why(FAMILIES)}"
+    return f"; from GGUF ssmd reads {', '.join(ARCHITECTURES)}"
+
+
+def _has_no_experts(m: Metadata) -> None:
+    """Raise SourceError, with the advice, if a file of a supported architecture has experts."""
+    if not (count := m.get("expert_count")):
+        return
+    said = f"{m.read.file} has experts ({m.architecture}.expert_count is {repr(count)[:60]})"
+    if m.architecture in WITH_EXPERTS:
+        raise SourceError(f"{said}. {_INSTEAD.format(WITH_EXPERTS[m.architecture])}")
+    raise SourceError(f"{said}, which ssmd does not have for {m.architecture}")
 
 
 def _is_whole_model(read: GGUF) -> None:
