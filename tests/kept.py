@@ -57,7 +57,7 @@ RUNTIME_CODE = (
 # and the names of its parts. test_reproducibility.py builds one of each runtime, and finds what it did change.
 UNSEEN = (
     *("ssmd.machine.*", "ssmd.runtime.*", "ssmd.text.*", "ssmd.refit.*", "ssmd.model.random_source"),
-    *("ssmd.families.registry", "ssmd_*.runtime", "ssmd_*.library", "ssmd_*.graph"),
+    *("ssmd.families.registry", "ssmd.families.unbuilt", "ssmd_*.runtime", "ssmd_*.library", "ssmd_*.graph"),
     *(
         "ssmd_litert.calls",
         "ssmd_litert.excerpt",
@@ -108,11 +108,12 @@ def files(package: str, family: str) -> set[Path]:
 
 
 def _of_family(family: str) -> set[Path]:
-    """Its own file, those of other families that it imports, and what all share; not the list of all families."""
+    """Its own file, those of other families that it imports, and what all share; not the lists of all families."""
     own = {name for name, _ in tiny.VARIANTS.values()}
     reached = reached_from([f"ssmd.families.{family}"])
     every = (ROOT / FAMILIES).glob("*.py")
-    return {f for f in every if f.stem != "registry" and (f.stem not in own or f"ssmd.families.{f.stem}" in reached)}
+    lists = ("registry", "unbuilt")
+    return {f for f in every if f.stem not in lists and (f.stem not in own or f"ssmd.families.{f.stem}" in reached)}
 
 
 @cache

@@ -37,7 +37,7 @@ def continued(model: Any, ids: Sequence[int], cache: Any = None, position: int =
     name = "cache_params" if model.config.model_type in CACHE_PARAMS else "past_key_values"
     asked: dict[str, Any] = {name: cache, "use_cache": True}
     asked["position_ids"] = torch.arange(position, position + len(ids)).unsqueeze(0)
-    if model.config.model_type == "lfm2" and "full_attention" not in model.config.layer_types:
+    if model.config.model_type in ("lfm2", "lfm2_moe") and "full_attention" not in model.config.layer_types:
         asked["attention_mask"] = {"conv": None}
     if model.config.model_type == "bamba" and not model.config.attn_layer_indices:
         asked["attention_mask"] = {"full_attention": None, "linear_attention": None}

@@ -90,6 +90,22 @@ LFM2: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "tie_word_embeddings": True,
 }
+LFM2_MOE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "num_dense_layers": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+}
 MAMBA2: dict[str, Any] = {
     "hidden_size": 96,
     "num_hidden_layers": 3,
@@ -212,6 +228,36 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 397, "conv_L_cache": 2}
         | {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     ),
+    "lfm2-moe": ("lfm2_moe", LFM2_MOE),
+    "lfm2-moe-all": (  # every expert is chosen
+        "lfm2_moe",
+        LFM2_MOE
+        | {"num_experts": 5, "num_experts_per_tok": 5, "num_dense_layers": 0, "norm_topk_prob": False}
+        | {"use_expert_bias": False, "tie_word_embeddings": False, "conv_bias": True, "conv_L_cache": 4}
+        | {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 397}
+        | {"moe_intermediate_size": 36},
+    ),
+    "lfm2-moe-single": (  # one expert is chosen; weights of one that is normed say nothing
+        "lfm2_moe",
+        LFM2_MOE | {"num_experts": 7, "num_experts_per_tok": 1, "num_dense_layers": 2, "norm_topk_prob": False},
+    ),
+    "lfm2-moe-one": (  # there is one expert
+        "lfm2_moe",
+        LFM2_MOE
+        | {"num_experts": 1, "num_experts_per_tok": 1, "num_dense_layers": 0, "norm_eps": 1e-3}
+        | {"layer_types": ["full_attention", "conv"], "num_hidden_layers": 2},
+    ),
+    "granite-moe": (
+        "granitemoehybrid",
+        GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40},
+    ),
+    "granite-moe-odd": (
+        "granitemoehybrid",
+        GRANITE
+        | ROPE
+        | {"num_local_experts": 5, "num_experts_per_tok": 1, "intermediate_size": 28, "mamba_n_groups": 2}
+        | {"tie_word_embeddings": False, "vocab_size": 397, "shared_intermediate_size": 44},
+    ),
     "mamba2": ("mamba2", MAMBA2),
     "mamba2-groups": (
         "mamba2",
@@ -267,6 +313,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def has_experts(variant: str) -> bool:
+    """Return True if a variant has experts, which one runtime alone serves."""
+    family, fields = VARIANTS[variant]
+    return family == "lfm2_moe" or bool(fields.get("num_local_experts"))
+
+
 def write_source(folder: Path, variant: str, seed: int = 0) -> Path:
     """Write a complete source checkpoint of `variant` into `folder`; the same for the same seed."""
     official(variant, write_tokenizer(folder), seed).save_pretrained(folder)
@@ -302,6 +354,9 @@ def randomized(config: Any, seed: int = 0) -> Any:
                 p.copy_(torch.randn_like(p) * 0.3)
             else:
                 p.mul_(4.0)
+        for name, b in model.named_buffers():
+            if name.endswith("expert_bias"):
+                b.copy_(torch.randn_like(b) * 0.1)
     return model
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ssmd.authoring import attention, ops, ops_open
 from ssmd.families.offsets import BLOCK, SUFFIX
+from ssmd.model.plan import Experts
 from ssmd.model.state import StateSpec
 
 Held: TypeAlias = "Tensor | Sequence[Tensor]"  # a state of one stream, or of each lane
@@ -185,6 +186,16 @@ class FlatModule(nn.Module):
     def relu2(self, layer: int, x: Tensor) -> Tensor:
         """Compute an MLP with squared ReLU and no gate: x (1, T, hidden) -> (1, T, hidden)."""
         return self.linear(layer, "down", ops.relu2(self.linear(layer, "up", x)))
+
+    def experts(self, layer: int, m: Experts, x: Tensor) -> Tensor:
+        """Compute a mixture of experts: x (1, T, hidden) -> (1, T, hidden)."""
+        hidden = int(self.embedding.shape[1])
+        rows = x.reshape(-1, hidden)  # (T, hidden)
+        bias = self.weight(layer, "router_bias") if m.bias else None
+        scores = F.linear(rows, self.weight(layer, "router"))  # (T, E)
+        shares = ops.shares(scores, bias, m.chosen, sigmoid=m.sigmoid, normed=m.normed)
+        gate, up, down = (self.weight(layer, f"experts_{name}") for name in ("gate", "up", "down"))
+        return ops.experts(rows, shares, gate, up, down)
 
     def logits(self, h: Tensor, n_valid: Tensor | None, eps: float) -> Tensor:
         """Compute logits: h (1, T, hidden) -> (1, V) of the last valid token, or (B, V) of each lane."""

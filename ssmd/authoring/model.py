@@ -58,7 +58,11 @@ class Model(FlatModule):
                 else:
                     recurred, attended = mixed
                     h = h + recurred + attended
-            if layer.mlp is not None:
+            if layer.experts is not None:
+                x = self.normed(i, layer.norms[-1], h, plan.eps)
+                y = self.experts(i, layer.experts, x)
+                h = h + (y if layer.mlp is None else y + self.swiglu(i, x))
+            elif layer.mlp is not None:
                 mlp = self.swiglu if layer.mlp.activation == "swiglu" else self.relu2
                 h = h + mlp(i, self.normed(i, layer.norms[-1], h, plan.eps))
         out["logits"] = self.logits(h, n_valid, plan.eps)

@@ -5,7 +5,8 @@ state or a cache (reshape, transpose). Products of activations are batched: a pl
 connected layer with a weight that is not constant, which no delegate supports.
 
 Glossary: T tokens of this call, S context; G key/value heads, R query heads for each, D head_dim;
-C channels and K width of the convolution; H heads, P head_dim, N d_state, g groups of a Mamba-2 layer; Q chunk.
+C channels and K width of the convolution; H heads, P head_dim, N d_state, g groups of a Mamba-2 layer; Q chunk;
+E experts of J channels each.
 """
 
 from __future__ import annotations
@@ -36,6 +37,59 @@ def relu2(x: Tensor) -> Tensor:
 
 def relu2_ref(x: Tensor) -> Tensor:
     return F.relu(x).pow(2)
+
+
+def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest values of the last axis and their places; of equal ones those that come first.
+
+    No traced operation promises that order: a converter has to make it of aten::topk.
+    """
+    if torch.jit.is_tracing():
+        return torch.topk(scores, count, dim=-1)
+    values, places = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return values[..., :count], places[..., :count]
+
+
+def shares(scores: Tensor, bias: Tensor | None, chosen: int, *, sigmoid: bool, normed: bool) -> Tensor:
+    """Return the share of each expert in each token's output, 0 of those that are not chosen: (T, E) -> (T, E).
+
+    scores: products of the router. The other arguments are those of Experts in ssmd/model/plan.py.
+    """
+    if sigmoid:
+        scores = torch.sigmoid(scores)
+        _, places = best(scores if bias is None else scores + bias, chosen)  # (T, k)
+        weights = torch.gather(scores, 1, places)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-6) if normed else weights
+    else:
+        values, places = best(scores if bias is None else scores + bias, chosen)
+        weights = torch.softmax(values if bias is None else torch.gather(scores, 1, places), -1)
+    return torch.zeros_like(scores).scatter(1, places, weights)
+
+
+def experts(x: Tensor, shares: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Compute the sum of all experts' outputs by their shares: x (T, hidden), shares (T, E) -> (1, T, hidden).
+
+    gate, up (E, J, hidden), down (E, hidden, J). It is the form that OpenVINO's plugin makes products of the chosen
+    experts from (its ConvertTiledMoeBlockTo3GatherMatmuls); as it stands here all experts are computed. The plugin
+    looks for both reshapes at the end. They add an axis, as reshapes that change nothing are removed before.
+    """
+    count, hidden = gate.shape[0], int(x.shape[1])
+    each = x.repeat(count, 1).reshape(count, -1, hidden)  # (E, T, hidden)
+    inner = silu(torch.bmm(each, gate.transpose(1, 2))) * torch.bmm(each, up.transpose(1, 2))  # (E, T, J)
+    made = torch.bmm(inner, down.transpose(1, 2)).reshape(count, 1, -1, hidden)  # (E, 1, T, hidden)
+    return (made * shares.transpose(0, 1).reshape(count, 1, -1).unsqueeze(-1)).sum(0)
+
+
+def experts_ref(x: Tensor, shares: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    rows = []
+    for row, each in zip(x, shares, strict=True):
+        parts = [
+            share * F.linear(F.silu(F.linear(row, g)) * F.linear(row, u), d)
+            for share, g, u, d in zip(each, gate, up, down, strict=True)
+            if share
+        ]
+        rows.append(torch.stack(parts).sum(0))
+    return torch.stack(rows).unsqueeze(0)
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""Granite 4.0 H, dense: Mamba-2 (arXiv:2405.21060) and attention layers (transformers' `GraniteMoeHybridForCausalLM`).
+"""Granite 4.0 H: Mamba-2 (arXiv:2405.21060) and attention layers (transformers' `GraniteMoeHybridForCausalLM`).
 
 Parameters (weights are (out, in)): embedding, norm, head unless tied, and for each layer i `layer{i}_` +
     norm1, norm2            (hidden,)
-    gate_up, down           SwiGLU; gate's rows come first
+    gate_up, down           SwiGLU; gate's rows come first; with experts it is the shared part, added to them
+    those of experts.py     all layers, if there are experts; weights are the softmax of the chosen logits
     those of mixer.py       Mamba layers
     those of attention.py   attention layers; the attention multiplier is in q
-The residual multiplier is in o, out and down, the logits' divisor in norm. Only the embedding multiplier is left to the
-module, as the embedding may also be the head.
+The residual multiplier is in o, out, down and experts_down, the logits' divisor in norm. Only the embedding multiplier
+is left to the module, as the embedding may also be the head.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssmd.families.attention import attention, attention_of, without_rope
+from ssmd.families.experts import chosen_of, stacks
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.layers import SPELLINGS, LayerKind, layer_kinds
 from ssmd.families.mixer import mamba2, mamba2_of
 from ssmd.families.weights import Binding, tensor
-from ssmd.model.plan import Attention, Layer, Mamba2, Mixer, Mlp, Plan
+from ssmd.model.plan import Attention, Experts, Layer, Mamba2, Mixer, Mlp, Plan
 from ssmd.model.rope import Rope
 
 
@@ -40,17 +42,12 @@ class Config:
     attention_multiplier: float
     logits_scaling: float
     max_position: int
+    experts: Experts | None = None
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
         """Read config.json. Raises FamilyError naming the field."""
         f = Fields(config)
-        experts = 8 if f.get("num_local_experts") is None else f.get("num_local_experts")  # transformers' default
-        if experts != 0:
-            raise FamilyError(
-                f"config.json: num_local_experts is {experts!r}: mixture-of-experts layers are not supported, "
-                "only dense models (num_local_experts 0)"
-            )
         f.silu("hidden_act")
         f.only("normalization_function", "rmsnorm", "rmsnorm")
         eps = f.number("rms_norm_eps", 1e-6)
@@ -71,7 +68,23 @@ class Config:
             attention_multiplier=f.number("attention_multiplier", 1.0),
             logits_scaling=f.number("logits_scaling", 1.0),
             max_position=max_position if rope is None else rope.reach(max_position),
+            experts=_experts(f),
         )
+
+
+def _experts(f: Fields) -> Experts | None:
+    """Read the experts; None for a dense model, whose num_local_experts is 0. Raises FamilyError."""
+    if f.get("num_local_experts") == 0:
+        return None
+    count = f.size("num_local_experts", 8)
+    return Experts(
+        count=count,
+        chosen=chosen_of(f, count, "num_local_experts", 2),
+        intermediate=f.size("intermediate_size", 11008),
+        sigmoid=False,
+        bias=False,
+        normed=True,
+    )
 
 
 def _attention(f: Fields, max_position: int) -> tuple[Attention, Rope | None]:
@@ -95,7 +108,7 @@ def plan(config: Config) -> Plan:
         embedding_scale=c.embedding_multiplier,
         tied=c.tied,
         rope=c.rope,
-        layers=tuple(Layer(mixers=(kinds[kind],), mlp=mlp) for kind in c.layers),
+        layers=tuple(Layer(mixers=(kinds[kind],), mlp=mlp, experts=c.experts) for kind in c.layers),
     )
 
 
@@ -118,6 +131,10 @@ def bindings(config: Config) -> dict[str, Binding]:
                 source + "shared_mlp.output_linear.weight", c.hidden, c.intermediate, scale=c.residual_multiplier
             ),
         }
+        if c.experts is not None:
+            routed = source + "block_sparse_moe."
+            layer["router"] = tensor(routed + "router.layer.weight", c.experts.count, c.hidden)
+            layer |= stacks(c.experts, c.hidden, routed, down=c.residual_multiplier)
         if kind == "mamba":
             layer |= mamba2(c.mixer, c.hidden, source + "mamba.", out=c.residual_multiplier)
         else:

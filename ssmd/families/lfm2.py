@@ -19,14 +19,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ssmd.families.attention import attention_of
+from ssmd.families.experts import singly
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.weights import Binding, mapped, stacked, tensor
-from ssmd.model.plan import Attention, Layer, Mixer, Mlp, Plan, ShortConv
+from ssmd.model.plan import Attention, Experts, Layer, Mixer, Mlp, Plan, ShortConv
 from ssmd.model.rope import Rope
 
 LayerKind = Literal["conv", "attention"]
 SPELLINGS: dict[str, LayerKind] = {"conv": "conv", "full_attention": "attention"}
 THETA = 1_000_000.0
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Experts in the MLPs' place, after the first `dense` layers. scaling: factor on their outputs."""
+
+    experts: Experts
+    dense: int
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -41,11 +51,17 @@ class Config:
     rope: Rope
     tied: bool
     max_position: int
+    mixture: Mixture | None = None
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
         """Read config.json. Raises FamilyError naming the field."""
         f = Fields(config, fixed={"attention_bias": False})
+        return Config.of(f, _intermediate(f))
+
+    @staticmethod
+    def of(f: Fields, intermediate: int, mixture: Mixture | None = None) -> Config:
+        """Read the fields of LFM2 with and without experts. intermediate: channels of the MLPs. Raises FamilyError."""
         hidden, eps = f.size("hidden_size"), f.number("norm_eps", 1e-5)
         f.size("num_key_value_heads")  # has no default that any checkpoint relies on
         max_position = f.size("max_position_embeddings", 128_000)
@@ -57,7 +73,7 @@ class Config:
         return Config(
             vocabulary=f.size("vocab_size"),
             hidden=hidden,
-            intermediate=_intermediate(f),
+            intermediate=intermediate,
             layers=_layer_kinds(f),
             attention=attention,
             conv=ShortConv(channels=hidden, width=width, bias=f.flag("conv_bias", False)),
@@ -65,6 +81,7 @@ class Config:
             rope=rope,
             tied=f.flag("tie_embedding", tied),  # the older spelling goes first, as in transformers
             max_position=rope.reach(max_position),
+            mixture=mixture,
         )
 
 
@@ -109,8 +126,17 @@ def plan(config: Config) -> Plan:
         embedding_scale=1.0,
         tied=c.tied,
         rope=c.rope,
-        layers=tuple(Layer(mixers=(kinds[kind],), mlp=mlp) for kind in c.layers),
+        layers=tuple(
+            Layer(mixers=(kinds[kind],), mlp=mlp)
+            if (mixture := _mixture(c, i)) is None
+            else Layer(mixers=(kinds[kind],), mlp=None, experts=mixture.experts)
+            for i, kind in enumerate(c.layers)
+        ),
     )
+
+
+def _mixture(c: Config, layer: int) -> Mixture | None:
+    return None if c.mixture is None or layer < c.mixture.dense else c.mixture
 
 
 def bindings(config: Config) -> dict[str, Binding]:
@@ -128,9 +154,16 @@ def bindings(config: Config) -> dict[str, Binding]:
         layer = {
             "norm1": tensor(source + "operator_norm.weight", c.hidden),
             "norm2": tensor(source + "ffn_norm.weight", c.hidden),
-            "gate_up": stacked(*(tensor(f"{ff}{n}.weight", c.intermediate, c.hidden) for n in ("w1", "w3"))),
-            "down": tensor(ff + "w2.weight", c.hidden, c.intermediate),
         }
+        if (mixture := _mixture(c, i)) is None:
+            layer["gate_up"] = stacked(*(tensor(f"{ff}{n}.weight", c.intermediate, c.hidden) for n in ("w1", "w3")))
+            layer["down"] = tensor(ff + "w2.weight", c.hidden, c.intermediate)
+        else:
+            m = mixture.experts
+            layer["router"] = tensor(ff + "gate.weight", m.count, c.hidden)
+            if m.bias:
+                layer["router_bias"] = tensor(ff + "expert_bias", m.count)
+            layer |= singly(m, c.hidden, ff + "experts.", down=mixture.scaling)
         layer |= _conv(c, source + "conv.") if kind == "conv" else _attention(c, source + "self_attn.")
         made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
     return made

@@ -31,7 +31,7 @@ _EXPERTS = _names("num_experts_per_tok output_router_logits router_aux_loss_coef
 _ROPE = _names("rope_parameters rope_scaling rope_theta")  # where positions are not known
 NEUTRAL: dict[str, frozenset[str]] = {
     "llama": EVERYWHERE | {"pretraining_tp"},
-    "granitemoehybrid": EVERYWHERE | _EXPERTS | _ROPE | {"intermediate_size", "mamba_chunk_size"},
+    "granitemoehybrid": EVERYWHERE | _EXPERTS | _ROPE | {"intermediate_size", "mamba_chunk_size"},  # without experts
     "mamba2": EVERYWHERE | _MAMBA | {"chunk_size", "norm_before_gate", "time_step_rank"},
     "bamba": EVERYWHERE | {"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"},
     "falcon_h1": EVERYWHERE | {"mamba_chunk_size", "num_logits_to_keep"},
@@ -49,6 +49,7 @@ NEUTRAL: dict[str, frozenset[str]] = {
         "num_nextn_predict_layers routed_scaling_factor sliding_window topk_group use_mamba_kernels"
     ),
     "lfm2": EVERYWHERE | {"full_attn_idxs"},  # beside layer_types
+    "lfm2_moe": EVERYWHERE | {"output_router_logits"},
 }
 # Fields that transformers' code for all models reads. With another value they make a model that is not supported here.
 ONLY: dict[str, Any] = {

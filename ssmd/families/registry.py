@@ -16,6 +16,7 @@ from ssmd.families import (
     falcon_mamba,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     llama,
     mamba,
     mamba2,
@@ -105,6 +106,7 @@ FAMILIES = {
         Family("falcon_mamba", falcon_mamba.parse, mamba.plan, mamba.bindings, buckets=(16, 64)),
         Family("nemotron_h", nemotron_h.Config.parse, nemotron_h.plan, nemotron_h.bindings),
         Family("lfm2", lfm2.Config.parse, lfm2.plan, lfm2.bindings),
+        Family("lfm2_moe", lfm2_moe.parse, lfm2.plan, lfm2.bindings),
     )
 }
 

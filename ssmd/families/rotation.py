@@ -6,8 +6,9 @@ inverse; b is at most 64. R is the block diagonal matrix of as many H_b as the c
 computed by
 
     h' = h R                       residual stream: RMSNorm's factor does not change by R
-    W' = W diag(norm) R            its readers: q, k, v, in, gate_up, up and an untied head; the norms are gone
-    W' = R W, bias' = bias R       its writers: o, out, down
+    W' = W diag(norm) R            its readers: q, k, v, in, gate_up, up, router, experts_gate and experts_up, and an
+                                   untied head; the norms are gone
+    W' = R W, bias' = bias R       its writers: o, out, down, experts_down
     embedding' = embedding R
     W' = W R                       out and down once more, on the other side: their input is multiplied by H_b in
                                    the graph (`spread_out`, `spread_down`), 64 products for each channel
@@ -25,7 +26,7 @@ import numpy as np
 from ssmd.families.weights import Array, Binding, mapped
 
 BLOCK = 64  # b; the graph's matrices of it, 64 x 64, are too small to be quantized
-_MIXERS, _MLPS = ("q", "k", "v", "in"), ("gate_up", "up")
+_MIXERS, _MLPS = ("q", "k", "v", "in"), ("gate_up", "up", "router", "experts_gate", "experts_up")
 READERS = {"norm1": _MIXERS, "norm2": _MLPS, "norm": _MIXERS + _MLPS}  # by the norm they read through
 WRITERS = ("o", "out", "down")
 SPREAD = ("out", "down")
@@ -92,6 +93,8 @@ def rotated(bindings: Mapping[str, Binding]) -> dict[str, Binding]:
         elif name in SPREAD:
             made[key] = mapped(lambda weight: _added(turned(weight)), made[key])
             made.setdefault(f"spread_{name}", _matrix(bindings[key]))
+        elif name == "experts_down":
+            made[key] = mapped(_each_added, made[key], by_rows=True)
         elif name in WRITERS:
             made[key] = mapped(_added, made[key])
         elif name.removesuffix("_bias") in WRITERS:
@@ -119,6 +122,11 @@ def _added(weight: Array) -> Array:
             place = np.s_[block : block + size, first : first + step]
             out[place] = _product(weight[place].copy())
     return out
+
+
+def _each_added(weights: Array) -> Array:
+    """Return R times the matrix of each expert, (n, rows, columns)."""
+    return np.stack([_added(weight) for weight in weights])
 
 
 def _matrix(reader: Binding) -> Binding:

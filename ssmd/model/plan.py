@@ -10,20 +10,31 @@ Parameters are embedding, norm, head unless tied, and for each layer i `layer{i}
     q, k, v, o                ((H or G) D, hidden), (hidden, H D), with *_bias; q_norm, k_norm (D,)
     gate_up, down             (2 I, hidden), (hidden, I), with *_bias; gate's rows come first; without a gate
     up, down                  (I, hidden), (hidden, I), with *_bias
+    router, router_bias       (E, hidden), (E,)
+    experts_gate, experts_up  (E, J, hidden)
+    experts_down              (E, hidden, J)
 
 Glossary: H heads, G key/value heads, D head_dim, N states, K conv width, C channels of a convolution, I intermediate,
-R rotated values of a head, S context.
+R rotated values of a head, S context; E experts of J channels each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from ssmd.model.rope import Rope
 from ssmd.model.state import StateSpec, TensorSpec
@@ -236,25 +247,72 @@ class Mlp(_Part):
             yield "down_bias", (hidden,)
 
 
+class Experts(_Part):
+    """A mixture of experts (arXiv:1701.06538): SwiGLU MLPs, of which each token takes the `chosen` best.
+
+    Experts of equal score are taken in order of their numbers. A score is the router's product, or with `sigmoid` its
+    sigmoid. bias: router_bias is added to scores for the choice alone. The chosen experts' outputs are weighed by the
+    softmax of their scores; with `sigmoid` by the scores themselves, with `normed` over their sum + 1e-6.
+    """
+
+    count: Annotated[int, Field(ge=1, le=1 << 12, strict=True)]
+    chosen: Annotated[int, Field(ge=1, strict=True)]
+    intermediate: Size
+    sigmoid: bool
+    bias: bool
+    normed: bool
+
+    @model_validator(mode="after")
+    def _are_enough(self) -> Experts:
+        if self.chosen > self.count:
+            raise ValueError(f"{self.chosen} experts of {self.count} cannot be chosen")
+        return self
+
+    def parameters(self, hidden: int) -> Iterator[tuple[str, Shape]]:
+        """Name its parameters with their shapes."""
+        yield "router", (self.count, hidden)
+        if self.bias:
+            yield "router_bias", (self.count,)
+        yield from ((name, (self.count, self.intermediate, hidden)) for name in ("experts_gate", "experts_up"))
+        yield "experts_down", (self.count, hidden, self.intermediate)
+
+
 Mixer = Annotated[Mamba1 | Mamba2 | ShortConv | Attention, Field(discriminator="kind")]
 
 
 class Layer(_Part):
-    """A layer. Its mixers read the same normed input side by side. An MLP follows them, or is a layer alone."""
+    """A layer. Its mixers read the same normed input side by side. An MLP follows them, or is a layer alone.
+
+    experts: in the MLP's place, or beside it as the shared part; both read the same normed input.
+    """
 
     mixers: Annotated[tuple[Mixer, ...], Field(max_length=2)]
     mlp: Mlp | None
+    experts: Experts | None = None
 
     @model_validator(mode="after")
     def _has_a_part(self) -> Layer:
-        if not self.mixers and self.mlp is None:
+        if not self.mixers and not self.followers:
             raise ValueError("a layer has neither a mixer nor an MLP")
+        if self.experts is not None and self.mlp is not None and self.mlp.activation != "swiglu":
+            raise ValueError(f"an MLP of {self.mlp.activation} cannot stand beside experts")
         return self
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave experts out where there are none: such a layer is written as before there were any."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "experts" or value is not None}
+
+    @property
+    def followers(self) -> tuple[Mlp | Experts, ...]:
+        """The MLP and the experts, as far as the layer has them."""
+        return tuple(part for part in (self.mlp, self.experts) if part is not None)
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The norms that the layer has, in order: the mixers' and the MLP's."""
-        return ("norm1", "norm2") if self.mixers and self.mlp is not None else ("norm",)
+        return ("norm1", "norm2") if self.mixers and self.followers else ("norm",)
 
 
 class Plan(_Part):
@@ -285,6 +343,11 @@ class Plan(_Part):
         return tuple(m for layer in self.layers for m in layer.mixers)
 
     @property
+    def experts(self) -> tuple[Experts, ...]:
+        """The mixtures of experts of all layers, in order."""
+        return tuple(layer.experts for layer in self.layers if layer.experts is not None)
+
+    @property
     def rotated(self) -> int:
         """The number of values of a head that RoPE rotates; 0 if no layer has it."""
         return max((m.rotated for m in self.mixers if isinstance(m, Attention)), default=0)
@@ -302,7 +365,7 @@ class Plan(_Part):
             made["head"] = (self.vocabulary, self.hidden)
         for i, layer in enumerate(self.layers):
             made |= dict.fromkeys((f"layer{i}_{name}" for name in layer.norms), (self.hidden,))
-            for part in (*layer.mixers, *([layer.mlp] if layer.mlp else [])):
+            for part in (*layer.mixers, *layer.followers):
                 made |= {f"layer{i}_{name}": shape for name, shape in part.parameters(self.hidden)}
         return made
 

@@ -376,6 +376,47 @@ def test_conv(length: int, biased: bool) -> None:
             torch.testing.assert_close(found, expected)
 
 
+def experts_weights(count: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """gate, up (E, 6, 10), down (E, 10, 6)."""
+    return rand(count, 6, 10, seed=seed), rand(count, 6, 10, seed=seed + 1), rand(count, 10, 6, seed=seed + 2)
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(1, 1), (5, 1), (5, 3), (5, 5)])
+@pytest.mark.parametrize("length", [1, 7])
+def test_experts(length: int, count: int, chosen: int) -> None:
+    x, scores = rand(length, 10), rand(length, count)
+    shares = ops.shares(scores, None, chosen, sigmoid=False, normed=True)
+    assert ((shares > 0).sum(-1) == chosen).all()
+    weights = experts_weights(count)
+    torch.testing.assert_close(ops.experts(x, shares, *weights), ops.experts_ref(x, shares, *weights))
+
+
+@pytest.mark.parametrize("chosen", [1, 2, 3, 4])
+def test_the_first_of_equal_experts_is_chosen(chosen: int) -> None:
+    """Sigmoids of large products are 1 in float32, and are equal."""
+    equal = torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.1, 0.7, 0.7, 0.1]]).repeat(9, 1)
+    shares = ops.shares(equal, None, chosen, sigmoid=False, normed=True)
+    order = ([0, 1, 2, 3], [1, 2, 0, 3])
+    for row, places in zip(shares, order * 9, strict=True):
+        assert sorted(torch.nonzero(row)[:, 0].tolist()) == sorted(places[:chosen])
+    large = torch.tensor([[30.0, -30.0, 80.0, 40.0]])
+    bias = torch.tensor([0.0, 1.0, 0.0, 0.0])  # which makes the second one equal, too
+    chosen_now = ops.shares(large, bias, chosen, sigmoid=True, normed=False) > 0
+    assert torch.nonzero(chosen_now[0])[:, 0].tolist() == [0, 1, 2, 3][:chosen]
+
+
+def test_shares_of_experts_by_hand() -> None:
+    scores, bias = torch.tensor([[0.0, 2.0, 1.0, -1.0]]), torch.tensor([0.0, -1.0, 0.0, 1.0])
+    each = torch.sigmoid(scores)[0]
+    made = ops.shares(scores, bias, 2, sigmoid=True, normed=True)[0]  # the last two by score and bias
+    torch.testing.assert_close(made[[2, 3]], each[[2, 3]] / (each[2] + each[3] + 1e-6))
+    assert made[[0, 1]].tolist() == [0, 0]
+    made = ops.shares(scores, None, 2, sigmoid=True, normed=False)[0]
+    torch.testing.assert_close(made, each * torch.tensor([0.0, 1, 1, 0]))
+    made = ops.shares(scores, None, 2, sigmoid=False, normed=True)[0]
+    torch.testing.assert_close(made[[1, 2]], torch.softmax(torch.tensor([2.0, 1.0]), 0))
+
+
 def recurrence(length: int, groups: int) -> tuple[torch.Tensor, ...]:
     heads, size, states = 8, 4, 6
     dt = ops.softplus_ref(rand(1, length, heads))

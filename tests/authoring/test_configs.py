@@ -92,7 +92,7 @@ ROPES: dict[str, dict[str, Any]] = {  # of 24 positions, where 150 are used
     },
 }
 USUAL = ("linear", "yarn")  # not only in full, of every family
-WITH_ROPE = ("llama", "qwen3", "granitemoehybrid", "falcon_h1", "bamba", "lfm2")
+WITH_ROPE = ("llama", "qwen3", "granitemoehybrid", "falcon_h1", "bamba", "lfm2", "lfm2_moe")
 
 
 @pytest.mark.parametrize("family", WITH_ROPE)

@@ -70,7 +70,7 @@ def wrapped(*names: str, place: Any = ops) -> Callable[[Callable[..., Any]], Mut
         def mutate(_: FlatModule, patch: pytest.MonkeyPatch) -> None:
             for name in names:
                 original = getattr(place, name)
-                patch.setattr(place, name, lambda *args, original=original: function(original, *args))
+                patch.setattr(place, name, lambda *args, original=original, **own: function(original, *args, **own))
 
         return mutate
 
@@ -167,6 +167,27 @@ def swapped(recurrence: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, *rest: Any
     return recurrence(x, dt, a, c, b, *rest)
 
 
+def weighed_with_bias(shares: Any, scores: Any, bias: Any, chosen: int, **form: bool) -> Any:
+    """The bias changes the weights of the chosen experts, too."""
+    assert bias is not None
+    biased = torch.logit((torch.sigmoid(scores) + bias).clamp(1e-6, 1 - 1e-6))
+    return shares(biased, None, chosen, **form)
+
+
+def softmax_of_all(shares: Any, scores: Any, bias: Any, chosen: int, **form: bool) -> Any:
+    every = torch.softmax(scores, -1)
+    return torch.where(shares(scores, bias, chosen, **form) > 0, every, 0.0)
+
+
+def without_shared(module: FlatModule, _: pytest.MonkeyPatch) -> None:
+    """The MLP beside the experts."""
+    assert isinstance(module, Model)
+    layers = tuple(layer.model_copy(update={"mlp": None}) for layer in module.plan.layers)
+    assert all(layer.experts is not None for layer in layers)
+    module.plan = module.plan.model_copy(update={"layers": layers})
+
+
+SHARES = wrapped("shares")
 SSD = wrapped("ssd_chunked", "ssd_step")
 # The variants that stand for the families: each has every part of its family, where not another is named.
 MIXERS = ("granite-rope", "mamba2-odd", "bamba-last", "falcon-h1-biases", "nemotron-h-biases")
@@ -175,6 +196,7 @@ RECURRENT = (*MIXERS, *SCANS)
 CONVS = (*RECURRENT, "lfm2-first")
 ALONE = ("nemotron-h", "nemotron-h-biases")  # each part a layer of its own
 SCALED = ("llama", "granite-rope", "bamba-last", "falcon-h1-biases")  # in the queries
+EXPERTS = ("lfm2-moe", "granite-moe")
 NORMED = ("qwen3", "lfm2-first")  # queries and keys
 ATTENTION = (*SCALED, *NORMED)
 BIASED = (
@@ -255,6 +277,35 @@ MUTATIONS: dict[str, tuple[Mutation, tuple[str, ...]]] = {
     "up bias dropped": (dropped("up_bias"), ALONE[1:]),
     "down bias dropped": (dropped("down_bias"), ALONE[1:]),
 }
+MUTATIONS |= {
+    "router forgotten": (dropped("router"), EXPERTS),
+    "experts numbered otherwise": (changed("router", lambda w: w.roll(1, 0)), EXPERTS),
+    "another number of experts": (SHARES(lambda shares, s, b, k, **form: shares(s, b, k - 1, **form)), EXPERTS),
+    "the worst experts": (SHARES(lambda shares, s, b, k, **form: shares(-s, b, k, **form)), EXPERTS),
+    "experts in equal shares": (
+        SHARES(lambda shares, s, b, k, **form: (shares(s, b, k, **form) > 0).to(s.dtype) / k),
+        EXPERTS,
+    ),
+    "router bias dropped": (dropped("router_bias"), EXPERTS[:1]),
+    "router bias in the weights": (SHARES(weighed_with_bias), EXPERTS[:1]),
+    "shares not normed": (
+        SHARES(lambda shares, s, b, k, **form: shares(s, b, k, **{**form, "normed": False})),
+        EXPERTS[:1],
+    ),
+    "softmax for sigmoid": (
+        SHARES(lambda shares, s, b, k, **form: shares(s, b, k, **{**form, "sigmoid": False})),
+        EXPERTS[:1],
+    ),
+    "softmax of all experts": (SHARES(softmax_of_all), EXPERTS[1:]),
+    "shared part forgotten": (without_shared, EXPERTS[1:]),
+    "gate and up of experts swapped": (
+        wrapped("experts")(lambda run, x, shares, gate, up, down: run(x, shares, up, gate, down)),
+        EXPERTS,
+    ),
+    "down of the next expert": (changed("experts_down", lambda w: w.roll(1, 0)), EXPERTS),
+    "gate of the next expert": (changed("experts_gate", lambda w: w.roll(1, 0)), EXPERTS),
+    "up of the next expert": (changed("experts_up", lambda w: w.roll(1, 0)), EXPERTS),
+}
 # By default each is made in one of the families that have the part.
 CASES = [
     pytest.param(name, variant, marks=[pytest.mark.full] if variant != variants[n % len(variants)] else [])
@@ -276,6 +327,8 @@ MULTIPLIERS: dict[str, tuple[str, ...]] = {  # all that a family has, and an ind
         "ssm_out_multiplier",
     ),
     "falcon-h1-norm": ("embedding_multiplier", "lm_head_multiplier"),  # tied
+    "lfm2-moe": ("routed_scaling_factor",),
+    "granite-moe": ("residual_multiplier",),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,19 +19,22 @@ from ssmd.families import (
     falcon_mamba,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     llama,
     mamba,
     mamba2,
     nemotron_h,
     qwen3,
+    unbuilt,
 )
 from ssmd.families.fields import FamilyError
-from ssmd.families.registry import FAMILIES, family_of
+from ssmd.families.registry import FAMILIES, WITH_EXPERTS, family_of
 from ssmd.model.source import Source, SourceError
 
 LLAMA = {"model_type": "llama", "vocab_size": 384, **tiny.LLAMA}
 QWEN3 = {"model_type": "qwen3", "vocab_size": 384, **tiny.QWEN3}
 MAMBA = {"model_type": "mamba", "vocab_size": 384, **tiny.MAMBA}
+LFM2_MOE = {"model_type": "lfm2_moe", "vocab_size": 384, **tiny.LFM2_MOE}
 LFM2 = {"model_type": "lfm2", "vocab_size": 384, **tiny.LFM2}
 MAMBA2 = {"model_type": "mamba2", "vocab_size": 384, **tiny.MAMBA2}
 BAMBA = {"model_type": "bamba", "vocab_size": 384, **tiny.BAMBA}
@@ -87,8 +92,10 @@ def test_llama_refuses_by_field(fields: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"num_local_experts": 62}, "num_local_experts is 62: mixture-of-experts"),
-        ({"num_local_experts": None}, "num_local_experts is 8"),
+        ({"num_local_experts": -1}, "num_local_experts is -1, expected a whole number"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5, but num_local_experts is 4"),
+        ({"num_local_experts": None, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_local_experts is 8"),
+        ({"num_local_experts": 4, "intermediate_size": 0}, "intermediate_size is 0"),
         ({"layer_types": ["mamba"]}, "num_hidden_layers = 4"),
         ({"layer_types": ["mamba", "mamba", "attention", "conv"]}, "layer_types has 'conv'"),
         ({"layer_types": ["mamba", "mamba", "attention", ["mamba"]]}, "layer_types has ['mamba']"),
@@ -177,6 +184,48 @@ def test_lfm2_refuses_by_field(fields: dict[str, Any], named: str) -> None:
     check_refused(lfm2.Config.parse, LFM2, fields, named)
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8"),
+        ({"num_experts_per_tok": True}, "num_experts_per_tok is True"),
+        ({"num_dense_layers": 4}, "num_dense_layers is 4, expected a whole number below num_hidden_layers = 4"),
+        ({"num_dense_layers": -1}, "num_dense_layers is -1"),
+        ({"moe_intermediate_size": "48"}, "moe_intermediate_size is '48'"),
+        ({"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0.0"),
+        ({"use_expert_bias": "yes"}, "use_expert_bias is 'yes'"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        ({"layer_types": ["conv"]}, "num_hidden_layers = 4"),
+        ({"conv_L_cache": 1}, "conv_L_cache is 1"),
+    ],
+)
+def test_lfm2_moe_refuses_by_field(fields: dict[str, Any], named: str) -> None:
+    check_refused(lfm2_moe.parse, LFM2_MOE, fields, named)
+
+
+def test_sizes_of_lfm2_8b_a1b() -> None:
+    """As it is published: 8.3 G weights, of which a token reads 1.6 G; the state is that of a dense LFM2."""
+    attention = (2, 6, 10, 14, 18, 21)
+    config = {
+        "vocab_size": 65536,
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "moe_intermediate_size": 1792,
+        "num_hidden_layers": 24,
+        "layer_types": ["full_attention" if i in attention else "conv" for i in range(24)],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
+    plan = lfm2.plan(lfm2_moe.parse(config))
+    assert [layer.experts is None for layer in plan.layers] == [True, True, *[False] * 22]
+    sizes = {name: math.prod(shape) for name, shape in plan.parameters().items()}
+    assert round(sum(sizes.values()) / 1e8) == 83
+    routed = sum(size for name, size in sizes.items() if "_experts_" in name)
+    assert round((sum(sizes.values()) - routed * (1 - 4 / 32)) / 1e8) == 16
+    assert plan.spec("float16").nbytes_at(1) - plan.spec("float16").nbytes_at(0) == 12_288
+
+
 def test_lfm2_in_the_older_spelling() -> None:
     """As LFM2-350M is published."""
     old = {
@@ -195,10 +244,44 @@ def test_lfm2_in_the_older_spelling() -> None:
     assert not lfm2.Config.parse({**old, "tie_embedding": False}).tied
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe", "granitemoe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe", "mixtral"])
 def test_mixtures_of_experts_are_refused_with_the_list(name: str) -> None:
-    with pytest.raises(FamilyError, match=rf"{name}.*mixture of experts.*supported: .*llama"):
+    with pytest.raises(FamilyError, match=rf"{name}.*whose experts ssmd does not have; .*lfm2_moe; supported: .*llama"):
         family_of({"model_type": name})
+
+
+UNBUILT_NEEDS = {
+    "jamba": "norms of dt, B and C have weights",
+    "kimi_linear": "Kimi Delta Attention .* does not have. .* 48 GB in int8 and 29 GB in int4",
+    "olmo_hybrid": "gated DeltaNet whose beta reaches 2",
+    "plamo2": "Mamba heads with weighted norms",
+    "qwen3_5_moe": "256 experts and a shared one .* does not have. .* 35 GB in int8 and 21 GB in int4",
+    "qwen3_next": "512 experts and a shared one .* does not have. .* 80 GB in int8 and 48 GB in int4",
+    "qwen4_exp": "hyper-connections, tables of n-grams, an indexer",
+    "recurrent_gemma": "the RG-LRU recurrence",
+    "rwkv7": "the time mixing of RWKV-7",
+    "zamba2": "a block of attention that several layers share",
+}
+
+
+@pytest.mark.parametrize("name", [*UNBUILT_NEEDS, "qwen3_5_moe_text"])
+def test_an_unbuilt_hybrid_is_refused_by_what_it_needs(name: str) -> None:
+    """Each names the absent part, and a model to take that is served."""
+    needs = UNBUILT_NEEDS[name.removesuffix("_text")]
+    with pytest.raises(FamilyError, match=rf"'{name}': it needs .*{needs}.* Take a model of ") as refusal:
+        family_of({"model_type": name})
+    assert ", which ssmd does not have. " in str(refusal.value)
+    instead = re.search(r"Take a model of (\w+) instead, such as ([\w.-]+/[\w.-]+)$", str(refusal.value))
+    assert instead is not None
+    assert instead[1] in FAMILIES
+
+
+def test_unbuilt_hybrids_are_not_supported_ones() -> None:
+    assert UNBUILT_NEEDS.keys() == unbuilt.UNBUILT.keys()
+    assert not UNBUILT_NEEDS.keys() & FAMILIES.keys()
+    assert set(WITH_EXPERTS) <= FAMILIES.keys()
+    everyone = [*unbuilt.UNBUILT.values(), unbuilt.NEMOTRON_EXPERTS]
+    assert {name for one in everyone for name in one.instead} <= unbuilt.PUBLISHED.keys()
 
 
 @pytest.mark.parametrize(
@@ -271,10 +354,10 @@ def test_falcon_h1_refuses_by_field(fields: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type has 'moe': mixture-of-experts layers are not"),
+        ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type has 'moe': it needs experts with squared ReLU"),
         (
             {"layers_block_type": None, "hybrid_override_pattern": "M-E"},
-            "hybrid_override_pattern has 'E': mixture-of-",
+            "30 GB in int8 and 18 GB in int4. Take a model of nemotron_h instead, such as Nemotron-3-Nano-4B, which",
         ),
         (
             {"layers_block_type": None, "hybrid_override_pattern": "M?"},
@@ -417,8 +500,8 @@ def test_a_config_that_does_not_fit_its_weights_names_the_tensor(tmp_path: Path)
         bindings["layer0_in"](source)
 
 
-DENSE: dict[str, dict[str, Any]] = {  # transformers' own defaults are mixtures of experts
-    "granitemoehybrid": {"num_local_experts": 0},
+SUPPORTED: dict[str, dict[str, Any]] = {  # of which transformers' own defaults are not
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"]},
 }
 
@@ -427,7 +510,7 @@ DENSE: dict[str, dict[str, Any]] = {  # transformers' own defaults are mixtures 
 def test_what_a_config_leaves_out_is_what_transformers_takes(name: str) -> None:
     """Field by field: without it, the config is refused, or means the same."""
     transformers, family = pytest.importorskip("transformers"), FAMILIES[name]
-    whole = transformers.AutoConfig.for_model(name, **DENSE.get(name, {})).to_dict()
+    whole = transformers.AutoConfig.for_model(name, **SUPPORTED.get(name, {})).to_dict()
     right, same = family.parse(whole), 0
     for field in whole:
         try:
