@@ -42,6 +42,7 @@ ONE_EACH = (
     *("llama", "granite", "granite-groups", "qwen3", "mamba", "falcon-mamba", "lfm2"),
     *("mamba2-groups", "bamba-last", "falcon-h1-norm", "nemotron-h-biases"),
 )
+EXPERTS, SERVING_EXPERTS = ("lfm2-moe",), ("openvino",)
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
 MADE_ELSEWHERE = "TESTED_ARTIFACTS"  # two folders, with | between them
 # Variables of MKL, PyTorch and NumPy that choose other kernels, whose last bits differ.
@@ -106,10 +107,13 @@ def foreign_code(runtime: str) -> tuple[bytes, ...]:
 def _built() -> Iterator[tuple[str, Tiny]]:
     """Names of LiteRT's artifacts have no prefix."""
     for runtime in RUNTIMES:
-        for variant, quantization in [*((v, "f32") for v in tiny.VARIANTS), ("llama", "int8"), ("granite", "int8")]:
+        served = [v for v in tiny.VARIANTS if runtime in SERVING_EXPERTS or not tiny.has_experts(v)]
+        for variant, quantization in [*((v, "f32") for v in served), ("llama", "int8"), ("granite", "int8")]:
             name = f"{variant}-{quantization}"
             made = Tiny(variant, runtime, quantization, TIERS.get(name, "512"))
             yield name if runtime == "litert" else f"{runtime}-{name}", made
+    for variant in EXPERTS:
+        yield f"openvino-{variant}-int8", Tiny(variant, "openvino", "int8")
     yield "llama-int4", Tiny("llama", "litert", "int4")
     yield "npu-granite-f16", Tiny("granite", "npu", "f16")
     for variant in ("granite", "llama", "mamba"):
@@ -121,7 +125,7 @@ def _built() -> Iterator[tuple[str, Tiny]]:
 
 BUILT = dict(_built())
 KEPT = tuple(
-    n for n, made in BUILT.items() if made.variant in ONE_EACH and made.runtime not in FOREIGN
+    n for n, made in BUILT.items() if made.variant in (*ONE_EACH, *EXPERTS) and made.runtime not in FOREIGN
 )  # in tests/data/artifacts
 
 

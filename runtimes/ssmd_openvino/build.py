@@ -27,10 +27,10 @@ from ssmd.model.artifact import Artifact
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import lanes_name
 from ssmd_openvino import library
-from ssmd_openvino.compile import compile_model
+from ssmd_openvino.compile import PRODUCTS, chosen_products, compile_model
 from ssmd_openvino.graph import OpenVINOCall, signatures
 from ssmd_openvino.lint import lint, operations
-from ssmd_openvino.runtime import LANES, ON_CPU, OPEN, WEIGHTS, OpenVINORuntime
+from ssmd_openvino.runtime import LANES, ON_CPU, OPEN, WEIGHTS, WITH_LANES, OpenVINORuntime
 from ssmd_openvino.xamba import Passes, apply
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class OpenVINOConverter:
         unfit = [
             n
             for n, p in module.named_parameters()
-            if target.quantization == "int4" and _is_int4(n, p.shape) and p.shape[1] % BLOCK
+            if target.quantization == "int4" and (_is_int4(n, p.shape) or _is_expert(n)) and p.shape[-1] % BLOCK
         ]
         if unfit:
             raise BuildError(
@@ -119,16 +119,26 @@ class OpenVINOConverter:
                 model = _compressed(model, target.quantization)
             with stage("write"):
                 weights.save(model, folder / f"{OPEN}.xml", target.quantization)
+            products = PRODUCTS * sum(m.count > 1 for m in module.plan.experts)
+            made: dict[str, Any] = {"experts": {"products": products}} if products else {}
+            models = [OPEN]
             if self._passes is not None:  # one stream's step is rewritten, no other gives its bits
-                return {"xamba": {OPEN: report}}
+                made["xamba"] = {OPEN: report}
             shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-            for lanes in LANES if has_lanes(shapes, target.quantization) else ():
+            for lanes in LANES if self._passes is None and has_lanes(shapes, target.quantization) else ():
                 del model
                 gc.collect()  # models refer to one another
                 with stage(f"convert a decode step of {lanes} streams"):
                     model = _compressed(converted_lanes(module, lanes), target.quantization)
                     weights.save(model, folder / f"{lanes_name(lanes)}.xml", target.quantization)
-        return {}
+                    models.append(lanes_name(lanes))
+        del model
+        if products:
+            gc.collect()
+            with stage("count the products of chosen experts"):
+                for name in models:
+                    check_experts(folder, name, products)
+        return made
 
     def _write_fixed(self, module: FlatModule, target: Target, folder: Path, stage: Stage) -> dict[str, Any]:
         from ssmd_openvino.convert import converted
@@ -254,6 +264,32 @@ def has_lanes(shapes: Shapes, quantization: Quantization) -> bool:
     return quantization != "int8" or all(shape[1] >= group for shape in matrices)
 
 
+def check_experts(folder: Path, name: str, products: int) -> None:
+    """Check that the plugin computes only the chosen experts of a model in `folder`. Raises BuildError.
+
+    products: the number that the plugin has to make. If it does not know the form of a layer's experts, it computes all
+    of them, and nothing else tells of it.
+    """
+    core = library.openvino().Core()
+    properties = {**ON_CPU, **WITH_LANES, "INFERENCE_NUM_THREADS": 1}
+    model = core.read_model(folder / f"{name}.xml", folder / WEIGHTS)
+    found = chosen_products(compile_model(core, model, "CPU", properties))
+    if found != products:
+        raise BuildError(
+            f"OpenVINO {library.package_version()} would compute all experts for each token: its {name} has {found} "
+            f"products of chosen experts, and {products} are needed, {PRODUCTS} for each layer with experts"
+        )
+
+
+def _is_router(name: str) -> bool:
+    """Return True if a constant is of a router. It stays float32: in 8 bits it chooses other experts."""
+    return re.search(r"layer\d+_router\b", name) is not None
+
+
+def _is_expert(name: str) -> bool:
+    return re.search(r"layer\d+_experts_(gate|up|down)\b", name) is not None
+
+
 def _compressed(model: Any, quantization: Quantization) -> Any:
     """Return the model with quantized weights. Other constants are not changed."""
     if quantization not in ("int8", "int4"):
@@ -261,7 +297,7 @@ def _compressed(model: Any, quantization: Quantization) -> Any:
     nncf = library.nncf()
     constants = [op for op in model.get_ops() if op.get_type_name() == "Constant" and op.get_output_size()]
     sizes = {op.get_friendly_name(): math.prod(op.get_output_shape(0)) for op in constants}
-    small = [name for name, size in sizes.items() if size < MIN_WEIGHT_ELEMENTS]  # masks too
+    small = [n for n, size in sizes.items() if size < MIN_WEIGHT_ELEMENTS or _is_router(n)]  # masks too
 
     def but_for(names: list[str]) -> Any:
         return nncf.IgnoredScope(names=names, validate=False) if names else None
@@ -272,6 +308,16 @@ def _compressed(model: Any, quantization: Quantization) -> Any:
     if offsets:
         others = [name for name in sizes if name not in offsets]
         model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM, ignored_scope=but_for(others))
+    if any(map(_is_expert, sizes)):  # whose blocks have offsets of their own, as they are not divided
+        others = [name for name in sizes if not _is_expert(name) or name in small]
+        model = nncf.compress_weights(
+            model,
+            mode=nncf.CompressWeightsMode.INT4_ASYM,
+            group_size=BLOCK,
+            ratio=1.0,
+            all_layers=True,
+            ignored_scope=but_for(others),
+        )
     return nncf.compress_weights(
         model,
         mode=nncf.CompressWeightsMode.INT4_SYM,

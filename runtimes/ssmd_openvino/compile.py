@@ -23,6 +23,8 @@ from ssmd_openvino.graph import reason
 
 log = logging.getLogger(__name__)
 _WEIGHTLESS = "ENABLE_WEIGHTLESS"  # the plugin's name for it
+_CHOSEN = "GatherMatmul"  # begins the plugin's name of a product that reads the weights of chosen experts alone
+PRODUCTS = 3  # that read chosen experts alone, of each layer with experts: gate, up and down
 _TOO_FEW_REGISTERS = "not enough registers"  # of what the plugin says
 # Properties that identify a driver and device; a blob works only with the same ones.
 _IDENTITY = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "NPU_DRIVER_VERSION", "NPU_COMPILER_VERSION")
@@ -49,6 +51,12 @@ def compile_model(core: Any, model: Any, device: str, properties: Mapping[str, A
             raise
         log.info("%s has too few registers for the kernels that OpenVINO would write: it goes without them", device)
         return core.compile_model(model, device, {**properties, "SNIPPETS_MODE": "DISABLE"})
+
+
+def chosen_products(compiled: Any) -> int:
+    """Count the products of a compiled model that read only the weights of chosen experts."""
+    kinds = (op.get_rt_info()["layerType"].astype(str) for op in compiled.get_runtime_model().get_ops())
+    return sum(kind.startswith(_CHOSEN) for kind in kinds)
 
 
 def can_be_weightless(core: Any, device: str) -> bool:

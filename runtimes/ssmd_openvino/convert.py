@@ -42,6 +42,7 @@ def converted(module: FlatModule, capacity: int, length: int | None = None) -> A
     if length is not None:
         _fold(model)
     _own_constants(model)
+    _order_equals(model)
     _name(model, (*TOKENS, *names), names)
     return model
 
@@ -69,6 +70,7 @@ def converted_lanes(module: FlatModule, lanes: int) -> Any:
     module.open = True
     model = _traced(PositionalLanes(module, tuple(shapes), states), example, opened)
     _own_constants(model)
+    _order_equals(model)
     _name(model, (*TOKENS[:2], *shapes), states)
     return model
 
@@ -98,6 +100,18 @@ def _fold(model: Any) -> None:
     manager = passes.Manager()
     manager.register_pass(passes.ConstantFolding())
     manager.run_passes(model)
+
+
+def _order_equals(model: Any) -> None:
+    """Let each choice of the largest values take equal ones in their order, which a traced choice leaves open."""
+    opset = importlib.import_module("openvino.opset11")
+    for op in model.get_ops():
+        if op.get_type_name() == "TopK":
+            given = op.get_attributes()
+            named = {name: given[name] for name in ("axis", "mode", "sort", "index_element_type")}
+            ordered = opset.topk(op.input_value(0), op.input_value(1), **named, stable=True)
+            for port, other in zip(op.outputs(), ordered.outputs(), strict=True):
+                port.replace(other)
 
 
 def _own_constants(model: Any) -> None:

@@ -19,7 +19,7 @@ from ssmd.runtime.hoststate.signatures import lanes_name
 from ssmd.runtime.protocol import Device, ProgramError, RuntimeUnavailable, check_threads
 from ssmd.runtime.trial import probed
 from ssmd_openvino import library
-from ssmd_openvino.compile import Compiler, can_be_weightless, identity
+from ssmd_openvino.compile import Compiler, can_be_weightless, chosen_products, identity
 from ssmd_openvino.devices import devices
 from ssmd_openvino.graph import OpenVINOGraph, OpenVINOLanes, signatures
 
@@ -143,6 +143,8 @@ class OpenVINORuntime:
         weights, states = artifact.file(WEIGHTS), [t.name for t in manifest.spec.tensors]
         if opened:
             model = compiler.compiled(artifact.file(f"{OPEN}.xml"), weights)
+            if device == "cpu":
+                _check_experts(manifest, model)
             return OpenVINOGraph(dict.fromkeys(names, model), names, states)
         models = {name: compiler.compiled(artifact.file(f"{name}.xml"), weights) for name in names}
         return OpenVINOGraph(models, names, states)
@@ -180,6 +182,22 @@ def compiler_of(
     """
     properties = {**ON_CPU, "INFERENCE_NUM_THREADS": threads} if device == "cpu" else ELSEWHERE
     return Compiler(core, PLUGINS[device], {**properties, **more}, build, weightless=weightless)
+
+
+def _check_experts(manifest: Manifest, compiled: Any) -> None:
+    """Warn if a model computes all experts for each token, as with an OpenVINO that does not know its form."""
+    told = manifest.conversion.get("experts")
+    needed = told.get("products") if isinstance(told, dict) else None
+    if type(needed) is int and (found := chosen_products(compiled)) != needed:
+        log.warning(
+            "OpenVINO %s computes all experts of %s for each token: it has %d products of chosen experts, not %d; "
+            "another release may be faster (built with %s)",
+            library.package_version(),
+            manifest.name,
+            found,
+            needed,
+            manifest.builders.get("openvino", "an unknown one"),
+        )
 
 
 def ways(core: Any, device: str) -> dict[str, bool]:

@@ -41,6 +41,8 @@ class PackedPlan(Plan):
 
     @model_validator(mode="after")
     def _fits_shaders(self) -> Self:
+        if self.experts:
+            raise ValueError("there are experts, which no shader computes")
         for m in self.mixers:
             if isinstance(m, Attention):
                 if m.head_dim > MAX_HEAD_DIM:

@@ -24,7 +24,8 @@ from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.progress import Progress, Stage, staged
 from ssmd.model.artifact import Artifact, seal
 from ssmd.model.source import Source
-from ssmd.refit.install import checked_tokenizer, config_of, fields_of, placed, save_texts
+from ssmd.refit.install import check_parts, checked_tokenizer, config_of, fields_of, placed, save_texts
+from ssmd.runtime.info import target_for
 from ssmd.runtime.protocol import Program, RuntimeUnavailable
 from ssmd.text.tokenizer import Tokenizer
 
@@ -208,7 +209,11 @@ def targeted(
     buckets: Sequence[int] | None,
     tiers: Sequence[int] | None,
 ) -> Target:
-    """Return the requested target, with defaults where arguments are None. Raises BuildError if it is impossible."""
+    """Return the requested target, with defaults where arguments are None. Raises BuildError if it is impossible.
+
+    Raises FamilyError if the runtime does not serve a part of the model.
+    """
+    check_parts(family, config, target_for(converter.runtime, converter.device_class))
     most = converter.most_tokens
     usual = converter.buckets or family.buckets
     lengths = [n for n in usual if most is None or n <= most] if buckets is None else buckets

@@ -16,6 +16,7 @@ import typer
 from ssmd.cli import options
 from ssmd.cli.making import (
     BuildFailed,
+    check_target,
     check_texts,
     converter_of,
     fetch,
@@ -103,12 +104,12 @@ def build(
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
     if not _is_fetched(checkpoint, revision):
-        with source_of(_folder(checkpoint, revision, settings)):
-            pass  # refuses an unusable checkpoint before packages are needed
+        with source_of(_folder(checkpoint, revision, settings, target)) as source:
+            check_target(source.config, target)  # refuses an unusable checkpoint before packages are needed
     if not isinstance(converter, Packer):
         check_packages(converter)  # before anything is fetched
     with (
-        _source(checkpoint, revision, settings) as path,
+        _source(checkpoint, revision, settings, target) as path,
         source_of(path) as source,
         _interruptible() as progress,
     ):
@@ -173,12 +174,12 @@ def _whose(checkpoint: str) -> str:
 
 
 @contextmanager
-def _source(checkpoint: str, revision: str | None, settings: Settings) -> Iterator[Path]:
+def _source(checkpoint: str, revision: str | None, settings: Settings, runtime: str) -> Iterator[Path]:
     """Yield the folder of the source checkpoint. SmolLM2's is removed afterwards."""
     from ssmd.model import smollm2
 
     if checkpoint != smollm2.NAME or revision is not None or Path(checkpoint).exists():
-        yield _folder(checkpoint, revision, settings)
+        yield _folder(checkpoint, revision, settings, runtime)
         return
     with smollm2_source(settings, typer.echo) as folder:
         yield folder
@@ -193,8 +194,8 @@ def _is_fetched(checkpoint: str, revision: str | None) -> bool:
     return (checkpoint == smollm2.NAME and revision is None) or bool(_ON_A_HUB.fullmatch(checkpoint))
 
 
-def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
-    """Return the folder of the source checkpoint. Pull it if it is on a hub and not here."""
+def _folder(checkpoint: str, revision: str | None, settings: Settings, runtime: str) -> Path:
+    """Return the folder of the source checkpoint. Pull it if it is on a hub and not here, and `runtime` serves it."""
     if Path(checkpoint).exists() or not _ON_A_HUB.fullmatch(checkpoint):
         if revision is not None:
             raise BuildFailed(
@@ -208,7 +209,7 @@ def _folder(checkpoint: str, revision: str | None, settings: Settings) -> Path:
     if here is not None:
         typer.echo(f"{checkpoint} {revision} was pulled as {here.commit}; `ssmd pull` looks for a newer one")
         return here.path
-    return fetch(checkpoint, revision, settings).path
+    return fetch(checkpoint, revision, settings, runtime=runtime).path
 
 
 @contextmanager

@@ -7,10 +7,10 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -279,10 +279,33 @@ def fetch_file(name: str, file: str, revision: str, settings: Settings, *, say: 
     return done
 
 
+def check_target(config: Mapping[str, Any], runtime: str | None) -> None:
+    """Raise FamilyError if a value of `--runtime` does not serve a part of the model of a config.json.
+
+    None and "auto" leave the runtime open.
+    """
+    from ssmd.families.registry import family_of
+    from ssmd.refit.install import check_parts
+    from ssmd.runtime.info import target_of
+
+    if runtime not in (None, "auto"):
+        family = family_of(config)
+        check_parts(family, family.parse(config), target_of(runtime)[1])
+
+
 def fetch(
-    name: str, revision: str, settings: Settings, to: Path | None = None, *, say: Progress = typer.echo
+    name: str,
+    revision: str,
+    settings: Settings,
+    to: Path | None = None,
+    *,
+    say: Progress = typer.echo,
+    runtime: str | None = None,
 ) -> PulledSource:
-    """Pull a source, with progress bars on a terminal, and print its commit."""
+    """Pull a source, with progress bars on a terminal, and print its commit.
+
+    runtime: a value of `--runtime`. What it does not serve is refused before the weights are fetched.
+    """
     from ssmd.hub import hub
     from ssmd.hub.pull import pull as pull_source
     from ssmd.machine.size import show_size
@@ -291,7 +314,15 @@ def fetch(
     settings.prepare()
     try:
         with _bars() as progress:
-            done = pull_source(name, revision, settings.data_dir, progress, to, offline=settings.offline)
+            done = pull_source(
+                name,
+                revision,
+                settings.data_dir,
+                progress,
+                to,
+                offline=settings.offline,
+                check=lambda config: check_target(config, runtime),
+            )
     except hub.HubError as err:
         known = next((short for short in catalog.names() if catalog.origin_of(short) == name), None)
         if known is None or hub.OTHERWISE not in str(err):

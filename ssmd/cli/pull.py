@@ -20,6 +20,7 @@ import typer
 
 from ssmd.cli import options
 from ssmd.cli.making import (
+    check_target,
     check_texts,
     fetch,
     fetch_file,
@@ -130,7 +131,7 @@ def _pull(
     if name == smollm2.NAME and folder is None and to is None and not ready and runtime:
         why = catalog.why_runtime_unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
         fail(f"{why}; with PyTorch it can be built: ssmd build {name} --runtime {runtime}")
-    with _source(name, revision, folder, to, settings, said, say) as path:
+    with _source(name, revision, folder, to, runtime, settings, said, say) as path:
         known = said.get("path", path)
         artifact = None
         if to is None:
@@ -148,7 +149,7 @@ def _pull(
                     whose=str(said["name"]),
                 )
             if artifact is None and (runtime is not None or folder is not None or report):  # an artifact was wanted
-                way = "" if runtime is None else f" --runtime {runtime}"
+                way = _way(path) if runtime is None else f" --runtime {runtime}"
                 advice = f"ssmd build {name if folder is None else path}{way}"
                 fail(f"{why_not}; with PyTorch it can be built: {advice}")
             if artifact is None and not as_json:
@@ -156,7 +157,23 @@ def _pull(
     if as_json or report:
         typer.echo(json.dumps({**said, "artifact": None if artifact is None else str(artifact)}, indent=1))
     elif artifact is None:
-        typer.echo(f"{known}; try: ssmd build {name if to is None and folder is None else known}")
+        typer.echo(f"{known}; try: ssmd build {name if to is None and folder is None else known}{_way(path)}")
+
+
+def _way(source: Path) -> str:
+    """Return what `ssmd build` needs beside a checkpoint's name: the runtime, where its usual one does not serve it."""
+    from ssmd.families.fields import FamilyError
+    from ssmd.model.source import SourceError, read_json
+    from ssmd.refit.install import with_experts
+    from ssmd.runtime.info import targets
+
+    try:
+        check_target(read_json(source / "config.json"), targets()[0])
+    except FamilyError:
+        return f" --runtime {with_experts()[0]}"
+    except SourceError:  # a GGUF file, which has none
+        return ""
+    return ""
 
 
 def _silent(line: str) -> None:
@@ -187,6 +204,7 @@ def _install(
     from ssmd.refit.refit import bounded
     from ssmd.runtime.info import info_of
 
+    check_target(source.config, runtime)
     packer, sizes, cost = packer_of(runtime), dict[str, int](), ""  # sizes: bytes of files to be written
     make: Callable[[], Artifact]
     if packer is not None:
@@ -241,6 +259,7 @@ def _source(
     revision: str,
     folder: Path | None,
     to: Path | None,
+    runtime: str | None,
     settings: Settings,
     said: dict[str, object],
     say: Progress,
@@ -265,7 +284,8 @@ def _source(
         with smollm2_source(settings, say) as path:
             yield path
         return
-    done = fetch(name if is_name(name) else catalog.origin_of(name), revision, settings, to, say=say)
+    on_hub_as = name if is_name(name) else catalog.origin_of(name)
+    done = fetch(on_hub_as, revision, settings, to, say=say, runtime=runtime)
     said |= {"name": done.name, "revision": done.revision, "commit": done.commit, "path": str(done.path)}
     said |= {"fetched": done.fetched, "files": done.files}
     yield done.path

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,20 @@ def find(name: str, revision: str, data_dir: Path) -> PulledSource | None:
 
 
 def pull(
-    name: str, revision: str, data_dir: Path, progress: Progress, to: Path | None = None, *, offline: bool = False
+    name: str,
+    revision: str,
+    data_dir: Path,
+    progress: Progress,
+    to: Path | None = None,
+    *,
+    offline: bool = False,
+    check: Callable[[Mapping[str, Any]], None] = lambda config: None,
 ) -> PulledSource:
     """Download the present commit of `revision` of `name` into `to` or the data directory, unless it is there.
 
-    The hub's list is requested first, then config.json, which must be of a supported family. Raises HubError,
-    FamilyError or SourceError. Then the folder is not there, and downloaded bytes are kept for the next call.
+    The hub's list is requested first, then config.json, which must be of a supported family. check: raises FamilyError
+    for a config.json whose weights are not to be fetched. Raises HubError, FamilyError or SourceError. Then the folder
+    is not there, and downloaded bytes are kept for the next call.
     """
     if offline or hub.offline():
         return _offline(name, revision, data_dir, to)
@@ -95,7 +103,7 @@ def pull(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}-{listing.commit[:12]}.partial"
     with held(partial, name):
-        files = _fetch(listing, partial, progress)
+        files = _fetch(listing, partial, progress, check)
         _seal(listing, partial, folder, files)
     if to is None:
         _remember(home, revision, listing.commit)
@@ -180,7 +188,9 @@ def _may_be_pulled(listing: Listing) -> None:
         )
 
 
-def _fetch(listing: Listing, partial: Path, progress: Progress) -> list[HubFile]:
+def _fetch(
+    listing: Listing, partial: Path, progress: Progress, check: Callable[[Mapping[str, Any]], None]
+) -> list[HubFile]:
     """Download all files, first the small ones and those by which the model may be refused."""
     settings = [listing.file(name) for name in (CONFIG, TOKENIZER, *OPTIONAL) if name in listing.entries]
     weights = [listing.file(WEIGHTS if WEIGHTS in listing.entries else INDEX)]
@@ -192,6 +202,7 @@ def _fetch(listing: Listing, partial: Path, progress: Progress) -> list[HubFile]
     try:
         config = read_json(partial / CONFIG)
         family_of(config).parse(config)
+        check(config)
     except (SourceError, FamilyError) as err:
         shutil.rmtree(partial, ignore_errors=True)
         raise HubError(f"{listing.name} cannot be built: {str(err).replace(f'{partial}{os.sep}', '')}") from err

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from ssmd.families.fields import FamilyError
 from ssmd.families.registry import Family
 from ssmd.families.weights import Binding
 from ssmd.machine.progress import Progress
 from ssmd.model.artifact import SpecialTokens
 from ssmd.model.source import Source, SourceError
+from ssmd.runtime.info import Target, infos
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 ABANDONED_S = 24 * 3600  # no build takes as long
@@ -84,6 +86,24 @@ def config_of(family: Family, source: Source, progress: Progress) -> Any:
     if unused := unused_tensors(source, family.bindings(config)):
         progress(f"the model has no use for these tensors, nor has transformers: {_listed(unused)}")
     return config
+
+
+def check_parts(family: Family, config: Any, target: Target) -> None:
+    """Raise FamilyError if a model has parts that a target does not serve, with the targets that do.
+
+    config: the family's own.
+    """
+    plan = family.plan(config)
+    if plan.experts and not target.experts:
+        raise FamilyError(
+            f"the model has experts, in {len(plan.experts)} of {len(plan.layers)} layers, and runtime {target.name} "
+            f"does not serve them; take --runtime {' or '.join(with_experts())}"
+        )
+
+
+def with_experts() -> list[str]:
+    """Return the values of `--runtime` that serve mixtures of experts, those of the fastest runtime first."""
+    return [target.name for info in infos() for target in info.targets if target.experts]
 
 
 def unused_tensors(source: Source, bindings: Mapping[str, Binding]) -> list[str]:

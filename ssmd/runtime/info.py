@@ -30,6 +30,7 @@ class Target:
     name: str
     device_class: str = "cpu"
     converter: str = "CONVERTER"  # attribute of the package's module `build`
+    experts: bool = False  # True: its artifacts may have mixtures of experts
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ RUNTIMES = os.environ.get("SSMD_CONTRACT_RUNTIMES", "litert,openvino,npu,wgpu,co
 CASES = [
     *(Case(r, f, "f32") for r in ("litert", "openvino", "wgpu") for f in ("granite", "mamba")),
     *(Case(r, "granite", "int8") for r in ("litert", "openvino")),
+    Case("openvino", "lfm2-moe", "f32"),  # experts
     Case("npu", "granite", "f16"),
     Case(
         "coreml", "granite", "f16"
@@ -45,6 +46,7 @@ MORE = [
     for q in ("f32", "int8")
 ]
 MORE += [Case(r, "granite", "int8", refitted=True) for r in ("litert", "openvino")]
+MORE += [Case("openvino", "lfm2-moe", "int8")]
 MORE += [Case("coreml", "llama", "f16"), Case("coreml", "mamba", "f16"), Case("wgpu", "falcon-mamba", "f32")]
 MORE += [replace(c, device="gl") for c in CASES + MORE if c.runtime == "wgpu"]
 GL = ("granite", "falcon-mamba")  # which use all kernels but those of quantized weights

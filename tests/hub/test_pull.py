@@ -19,6 +19,7 @@ import commands
 import httpx2
 import mirror
 import pytest
+import tiny
 from conftest import TinyArtifacts
 from huggingface_hub import constants
 from mirror import Mirror
@@ -633,10 +634,37 @@ def test_without_a_network(hub: Mirror, tmp_path: Path) -> None:
     assert "expected https://" in refused(tmp_path / "x", hub, HF_ENDPOINT="huggingface.co")
 
 
+@pytest.mark.parametrize("command", ["pull {} --runtime wgpu", "pull {} --runtime npu", "build {} --runtime litert"])
+def test_experts_are_refused_before_their_weights_come(command: str, hub: Mirror, tmp_path: Path) -> None:
+    runtime = command.rpartition(" ")[2]
+    hub.files["config.json"] = json.dumps({"model_type": "lfm2_moe", "vocab_size": 384, **tiny.LFM2_MOE}).encode()
+    hub.commit_now()
+    done = ssmd(tmp_path, hub, *command.format(NAME).split())
+    assert (done.returncode, done.stdout) == (1, "")
+    said = f"{NAME} cannot be built: the model has experts, in 3 of 4 layers, and runtime {runtime} does not serve them"
+    assert done.stderr == f"error: {said}; take --runtime openvino\n"
+    assert [a.path.rsplit("/", 1)[1] for a in hub.asked if "/resolve/" in a.path] == ["config.json"]
+
+
+def test_a_pull_of_experts_names_the_runtime_that_builds_them(tmp_path: Path) -> None:
+    source = tiny.write_source(tmp_path / "tiny", "lfm2-moe")
+    with mirror.running("acme/tiny-moe", source) as hub:
+        done = ssmd(tmp_path, hub, "pull", "acme/tiny-moe")
+        assert done.stdout.endswith("; try: ssmd build acme/tiny-moe --runtime openvino\n")
+        here = ssmd(tmp_path, hub, "pull", "acme/tiny-moe", "--to", str(tmp_path / "there"))
+        assert here.stdout.endswith(f"; try: ssmd build {tmp_path / 'there'} --runtime openvino\n")
+        hub.asked.clear()
+        said = ssmd(tmp_path, hub, "pull", "tiny", "--from", str(source)).stderr
+        assert said.endswith(f"with PyTorch it can be built: ssmd build {source} --runtime openvino\n")
+        said = ssmd(tmp_path, hub, "pull", "tiny", "--from", str(source), "--runtime", "wgpu").stderr
+        assert said.endswith("and runtime wgpu does not serve them; take --runtime openvino\n")
+
+
 def test_what_cannot_be_built_is_refused_before_its_weights_come(hub: Mirror, source: Path, tmp_path: Path) -> None:
     true = dict(hub.files)
     for change, said in (
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: "),
+        ({"model_type": "rwkv7"}, "model_type is 'rwkv7': it needs the time mixing of RWKV-7, which ssmd"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is there (gptq, 4 bits)"),
         ({"hidden_size": "\x1b[31m"}, "hidden_size is '\\x1b[31m'"),
     ):
