@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ssmd.model.plan import MAX_BYTES, Attention, Layer, Mlp, Plan, PlanError
+from ssmd.model.plan import MAX_BYTES, Attention, Experts, Layer, Mlp, Plan, PlanError
 from ssmd.model.rope import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, Scaling, YarnScaling
 
 ATTENTION = Attention(heads=4, kv_heads=2, head_dim=6, bias=False, qk_eps=None, rotated=4)
+EXPERTS = Experts(count=5, chosen=2, intermediate=4, sigmoid=True, bias=True, normed=True)
 MLP = Mlp(intermediate=10, bias=True, activation="relu2")
 
 
@@ -48,6 +49,25 @@ def test_tables_are_made_where_a_layer_rotates() -> None:
     assert tables is not None
     assert [t.shape for t in tables] == [(3, 2), (3, 2)]
     assert plan(Layer(mixers=(), mlp=MLP), rope=Rope(100.0)).tables(3) is None
+
+
+def test_a_plan_without_experts_is_written_as_before_them(tmp_path: Path) -> None:
+    """So its bytes, and an artifact that contains them, stay those of an older build."""
+    dense, routed = Layer(mixers=(ATTENTION,), mlp=MLP), Layer(mixers=(ATTENTION,), mlp=None, experts=EXPERTS)
+    assert "experts" not in plan(dense).model_dump_json()
+    made = plan(dense, routed)
+    (tmp_path / "plan.json").write_text(made.model_dump_json())
+    assert Plan.open(tmp_path / "plan.json") == made
+    assert made.experts == (EXPERTS,)
+    assert routed.norms == ("norm1", "norm2")
+    assert made.parameters()["layer1_experts_down"] == (5, 8, 4)
+
+
+def test_experts_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValidationError, match="6 experts of 5 cannot be chosen"):
+        Experts(**{**dict(EXPERTS), "chosen": 6})
+    with pytest.raises(ValidationError, match="an MLP of relu2 cannot stand beside experts"):
+        Layer(mixers=(ATTENTION,), mlp=MLP, experts=EXPERTS)
 
 
 def test_a_layer_of_no_part_is_refused() -> None:

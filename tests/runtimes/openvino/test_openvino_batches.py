@@ -30,7 +30,9 @@ MODEL = f"{lanes_name(LANES[0])}.xml"
 _PLACE = re.compile(r'offset="(\d+)" size="(\d+)"')
 
 
-@pytest.fixture(params=["openvino-granite-int8", "openvino-granite-f32", "openvino-llama-int8"])
+@pytest.fixture(
+    params=["openvino-granite-int8", "openvino-granite-f32", "openvino-llama-int8", "openvino-lfm2-moe-f32"]
+)
 def artifact(request: pytest.FixtureRequest, artifacts: Mapping[str, Path]) -> Artifact:
     return Artifact.open(artifacts[request.param])
 
