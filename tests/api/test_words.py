@@ -122,12 +122,6 @@ def test_what_is_not_served_says_why(path: str, tiny: Daemon) -> None:
     assert WHY[path] in answer.error["message"]
 
 
-def test_conversations_say_what_to_ask(tiny: Daemon) -> None:
-    answer = ask(tiny, "/v1/conversations", input="hello", model="tiny")
-    assert (answer.status, answer.error["code"]) == (404, "not_supported")
-    assert "ask /v1/responses" in answer.error["message"]
-
-
 def test_the_sdk_is_told_why_there_are_no_embeddings(tiny: Daemon) -> None:
     found = openai("embeddings", tiny.url, {"input": "x", "model": tiny.model})
     assert found == {"class": "NotFoundError", "code": "not_supported"}
