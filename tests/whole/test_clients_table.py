@@ -10,11 +10,13 @@ from pathlib import Path
 
 import clients_table
 import pytest
-from agent_setups import CHAT, CLIENTS, ENVIRONMENTS, OLLAMA, Client, Place, Run
+from agent_setups import CLIENTS, ENVIRONMENTS, OLLAMA, Client, Place, Run
 from clients_table import ROOT, SCRIPTED, Outcome, Request, answered, judge, row, tried
 from conftest import TinyArtifacts
 from daemon_process import DaemonProcess
 from strangers import forged
+
+from ssmd.cli.launch.agents import CHAT
 
 # A client without packages: it sends its messages, and runs the calls by a shell.
 OWN = """
