@@ -46,6 +46,7 @@ WITH = {  # imported: comes with
     "pydantic_core": "pydantic",
     "markupsafe": "jinja2",
     "flatbuffers": "ai-edge-litert",
+    "litert_converter": "litert-torch",
 }
 UNIX_MODULES = ("fcntl", "grp", "posix", "pty", "pwd", "resource", "termios", "tty")
 UNIX_NAMES = {

@@ -135,7 +135,7 @@ def check_packages(converter: Converter) -> None:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a build takes at its peak, in bytes, estimated. memory: without pages of files, which the system takes back.
+    """The estimated peak of a build, in bytes. memory: without pages of files, which the system takes back.
 
     disk: beside the source.
     """

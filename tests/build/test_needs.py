@@ -1,4 +1,4 @@
-"""What a build takes of memory and disk: estimated, and refused in words where the machine does not have it."""
+"""The memory and disk of a build: estimated, and refused in words where the machine does not have them."""
 
 from __future__ import annotations
 
