@@ -43,8 +43,8 @@ def rows(module: FlatModule, plan: Plan, n_valid: Tensor | None, length: int) ->
     deltas = any(isinstance(m, GatedDeltaNet) for m in plan.mixers)
     recurrent = chunked or deltas or any(isinstance(m, Mamba1) for m in plan.mixers)
     valid = ops.valid_rows(n_valid, length) if recurrent else None
-    widths = dict.fromkeys(m.window if isinstance(m, Attention) else m.width for m in plan.mixers)
-    widths.pop(None, None)  # of attention without a window
+    found = (m.window if isinstance(m, Attention) else m.width for m in plan.mixers)
+    widths = dict.fromkeys(width for width in found if width is not None)  # not of attention without a window
     tails = {width: module.tail(n_valid, length, width) for width in widths}
     return Rows(valid, tails, lower, _delta_masks(module, length) if deltas else ())
 

@@ -37,7 +37,7 @@ ROPES: dict[str, Any] = {  # of a config without rope_parameters
 
 @dataclass(frozen=True)
 class Config:
-    """ropes: by the kind of layer, of those that the model has."""
+    """The fields of a config.json. ropes: by the kind of layer, of those that the model has."""
 
     vocabulary: int
     hidden: int
