@@ -33,7 +33,7 @@ def converted(module: FlatModule, length: int, variant: Variant, *, half: bool) 
     stateful program does not support.
     """
     ct = library.coremltools()
-    module.rotation = _Rotation(module)  # type: ignore[method-assign] # of this one module, for Core ML alone
+    module.rotation = _Rotation(module)  # type: ignore[method-assign, assignment] # of this one module; no windows here
     tokens = (torch.zeros(1, length, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     example = (*tokens, torch.ones(1, dtype=torch.int32))
     inputs = [
