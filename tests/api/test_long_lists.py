@@ -18,7 +18,7 @@ from ssmd.api.openai.responses.stored import ConversationItems, ItemList, Page, 
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.line import NOTHING, SILENCE
 from ssmd.sessions.reply import NewReply, ReplyKey
-from ssmd.sessions.rows import conversations, paths, turns
+from ssmd.sessions.rows import conversations, growth, paths, turns
 from ssmd.sessions.rows.excerpts import BLOCK, LONG
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
@@ -125,6 +125,18 @@ def test_an_altered_block_is_not_shown(store: Store, tmp_path: Path) -> None:
         assert page(ResponseItems(stored, name, FACTS), order="desc")["data"]
 
 
+def test_a_broken_path_is_reported(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "EVERY", 8)
+    line: list[str] = []
+    for i in range(30):
+        line.append(put(store, line[-1] if line else None, [Message("user", str(i))]))
+    with sqlite3.connect(tmp_path / "data" / "sessions.sqlite3") as connection:
+        connection.execute("update turn set parent = null where id = ?", [line[20]])
+    for order in ("asc", "desc"):
+        with store.snapshot() as stored, pytest.raises(StoreError, match="was altered; see"):
+            every(ResponseItems(stored, line[-1], FACTS), order, 100)
+
+
 def test_a_place_of_a_long_path_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "EVERY", 8)
     line: list[str] = []
@@ -172,7 +184,7 @@ def test_pages_of_a_path_with_branches_have_no_gap(store: Store, monkeypatch: py
 def test_a_response_of_an_old_state_is_not_appended(store: Store) -> None:
     """Of two that read the same conversation, the later one is refused: nothing of it is stored."""
     with store.writing() as connection:
-        one = conversations.create(connection, {}, NOW, "")
+        one = conversations.create(connection, {}, NOW, "", None)
     place = {"id": one.id, "entry": 1, "given": 1, "custom": []}
     mine = replace(SESSION, id=one.id)
     put(store, None, [Message("user", "a")], session=mine, conversation=place)
@@ -182,3 +194,12 @@ def test_a_response_of_an_old_state_is_not_appended(store: Store) -> None:
     with store.snapshot() as stored:
         items = every(ConversationItems(stored, stored.conversation(one.id)), "asc", 100)
     assert [item["content"][0]["text"] for item in items] == ["a", "x"]
+
+
+def test_a_full_store_takes_no_more_conversations(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "_LEAST_TEXT_BYTES", 1000)
+    with store.writing() as connection:
+        conversations.create(connection, {}, NOW, "", 1000)
+    with pytest.raises(StoreError, match="conversations take"), store.writing() as connection:
+        conversations.create(connection, {}, NOW, "", 1000)
+    assert len(store.sessions()) == 1

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, bindparam, select
 from ssmd.sessions.rows.replies import read_parts, write_facts
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import as_they_are, is_unicode, read_path_ids
-from ssmd.sessions.turn import NewTurn
+from ssmd.sessions.turn import NewTurn, StoreError
 
 EVERY = 256  # turns
 _PART = "path"  # of a turn's facts
@@ -76,7 +76,7 @@ class TurnPath:
         return self._last + 1
 
     def ids(self, numbers: Sequence[int]) -> list[str]:
-        """Return the ids of turns of the path. Their numbers exist."""
+        """Return the ids of turns of the path. Their numbers exist. Raises StoreError if the path was altered."""
         for number in numbers:
             if number not in self._ids:
                 self._read(number)
@@ -90,15 +90,18 @@ class TurnPath:
         return row.depth if row is not None and known and self.ids([row.depth]) == [turn] else None
 
     def _read(self, number: int) -> None:
-        """Read the ids from a number on, up to the next turn that is known."""
+        """Read the ids from a number on, up to the next turn that is known. Raises StoreError."""
         above = number // EVERY + 1
         start = self._marks[above] if above < len(self._marks) else self._ids[self._last]
         values = {"turn": start, "least": number // EVERY * EVERY, "most": EVERY + 1}
         with as_they_are(self._connection):
             rows = self._connection.execute(_CLIMB, values).all()
         self._ids |= {row.depth: row.id for row in rows if is_unicode(row.id)}
-        if number not in self._ids:  # the tree was altered
-            self._read_all(self._ids[self._last])
+        if number not in self._ids:  # a repair moved it
+            size, last = self.size, self._ids[self._last]
+            self._read_all(last)
+            if self.size != size:  # other numbers would be those of other turns
+                raise StoreError(f"a turn above {last!r} was altered; see `ssmd session check`")
 
     def _read_all(self, turn: str) -> None:
         self._ids = dict(enumerate(read_path_ids(self._connection, turn)))

@@ -340,17 +340,19 @@ def kept_when_thin(age: int, depth: int) -> bool:
 def thinned(holding: SessionHoldings) -> list[HeldCheckpoint]:
     """Return the checkpoints that a thinned session gives up, the oldest first.
 
-    Of an age, those go first that no request came back to. The end of a system prompt stays, and so does a place inside
-    a prompt to which one came back: others may follow.
+    Of an age, those go first that no request came back to. The end of a system prompt stays. Of a turn that keeps its
+    end, a place inside its prompt stays too if a request came back to it: others may follow.
     """
     old = ages(holding.parents, holding.bases)
     deepest = _deepest(holding)
 
     def stays(held: HeldCheckpoint) -> bool:
-        if held.kind == "system" or (held.kind == "prefix" and held.used) or old[held.turn] < NEWEST:
+        if held.kind == "system" or old[held.turn] < NEWEST:
             return True
-        # Of an old turn its end is enough: from there the messages of both its successors can be edited.
-        return held.position == deepest[held.turn] and kept_when_thin(old[held.turn], holding.depths[held.turn])
+        # Of an old turn its end is enough: from there the messages of both its successors can be edited. A client may
+        # come back to a place in each turn: then these grow sparser too.
+        wanted = held.position == deepest[held.turn] or (held.kind == "prefix" and held.used)
+        return wanted and kept_when_thin(old[held.turn], holding.depths[held.turn])
 
     gone = [held for held in holding.checkpoints if not stays(held)]
     return sorted(gone, key=lambda h: (-old[h.turn].bit_length(), h.used, -old[h.turn], h.position))

@@ -12,8 +12,9 @@ from sqlalchemy import select
 
 from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.sessions.line import Line
-from ssmd.sessions.rows.holding import read_holding
+from ssmd.sessions.rows.holding import HeldCheckpoint, SessionHoldings, read_holding
 from ssmd.sessions.rows.loose import in_order
+from ssmd.sessions.rows.retention import thinned
 from ssmd.sessions.rows.schema import checkpoint
 from ssmd.sessions.store import Store
 
@@ -104,6 +105,23 @@ def test_a_thinned_session_keeps_used_places(store: Store) -> None:
     found = find(store, chat.scope, begun)
     assert found is not None
     assert found.position == 40
+
+
+def test_used_places_of_old_turns_grow_sparser() -> None:
+    """A client marks a place in each turn and comes back to it, as agents do. The first turn's place stays."""
+    names = [f"a-{i}" for i in range(64)]
+    held = [
+        HeldCheckpoint(2 * i + at, name, ("prefix", "turn")[at], 100 * i + 50 * at, 1, (), shared=False, used=True)
+        for i, name in enumerate(names)
+        for at in (0, 1)
+    ]
+    parents = dict(zip(names, (None, *names), strict=False))
+    depths = {name: i for i, name in enumerate(names)}
+    gone = {one.id for one in thinned(SessionHoldings("a", names[-1], frozenset(), parents, depths, tuple(held), {}))}
+    left = [one for one in held if one.id not in gone]
+    assert [one.kind for one in left[:2]] == ["prefix", "turn"]
+    assert {one.turn for one in left[:2]} == {"a-0"}
+    assert len(left) <= 2 * (2 + 6), "two turns at the end, and one for each doubling of the age"
 
 
 def test_use_is_known_after_a_restart(store: Store, tmp_path: Path) -> None:
