@@ -135,6 +135,29 @@ def test_instructions_are_no_items_of_a_conversation(tiny: Daemon) -> None:
     assert said(tiny, id_) == ["a", "x", "b", "y", "c", "z"]
 
 
+@pytest.mark.parametrize("system", ["", "cch=abc;"])
+def test_a_system_item_is_not_taken_for_instructions(tiny: Daemon, system: str) -> None:
+    """Neither without instructions, nor beside some that end with its words and are left out."""
+    header = f"x-anthropic-billing-header: cc_version=2.1.197.e0d; cc_entrypoint=cli; {system}"
+    id_ = begun(tiny, {"role": "system", "content": system})
+    fields = {"instructions": header} if system else {}
+    response_of(ask(tiny, "a", "x", conversation=id_, **fields))
+    assert said(tiny, id_) == [system, "a", "x"]
+
+
+def test_an_input_that_no_model_reads_repeats_no_answer(tiny: Daemon) -> None:
+    id_ = begun(tiny)
+    first = response_of(ask(tiny, "a", "x", conversation=id_))
+    for place in ({"conversation": id_}, {"previous_response_id": first["id"]}):
+        answer = ask(tiny, [{"type": "web_search_call"}], "y", **place)
+        assert answer.status == 400, answer.body
+        assert "no item that a model reads" in answer.error["message"]
+    assert said(tiny, id_) == ["a", "x"]
+    add(tiny, id_, user("b"))
+    response_of(ask(tiny, [{"type": "web_search_call"}], "y", conversation=id_))
+    assert said(tiny, id_) == ["a", "x", "b", "y"]
+
+
 def test_items_of_a_client_are_read_with_the_next_response(tiny: Daemon) -> None:
     id_ = begun(tiny, {"role": "system", "content": "Be kind."}, user("a"))
     [second] = add(tiny, id_, {"role": "assistant", "content": "x"})
