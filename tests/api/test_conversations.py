@@ -296,6 +296,26 @@ def test_a_conversation_that_changes_meanwhile_is_refused(tiny: Daemon, monkeypa
     assert said(tiny, id_) == ["between", "b", "x"]
 
 
+def test_an_item_that_goes_meanwhile_does_not_come_back(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An item is deleted after a response has read the list, and before it holds the conversation."""
+    id_ = begun(tiny, user("secret"), user("a"))
+    secret = listed(tiny, id_)[0]["id"]
+    read = History.conversation
+
+    def late(history: History, name: str) -> Any:
+        found = read(history, name)
+        monkeypatch.undo()
+        assert send(tiny, "DELETE", f"/{id_}/items/{secret}").status == 200
+        return found
+
+    monkeypatch.setattr(History, "conversation", late)
+    answer = ask(tiny, "b", "x", conversation=id_)
+    assert (answer.status, answer.error["code"]) == (400, "conversation_locked"), answer.body
+    response = response_of(ask(tiny, "b", "x", conversation=id_))
+    items = tiny.served.ask("GET", f"{RESPONSES}/{response['id']}/input_items?order=asc").json["data"]
+    assert texts(items) == ["a", "b"]
+
+
 def test_an_added_item_is_given_by_its_id(tiny: Daemon) -> None:
     id_ = begun(tiny, user("a"), user("b"))
     first, second = listed(tiny, id_)

@@ -95,12 +95,12 @@ class History:
             raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
 
     def check(self, one: Conversation) -> None:
-        """Check that a conversation has no more entries than it had. Raises Rejection."""
+        """Check that a conversation has the items that it had. Raises Rejection."""
         if self._store is None:
             return
         try:
             with self._store.snapshot() as stored:
-                if stored.conversation(one.id).entries != one.entries:
+                if not stored.conversation(one.id).has_items_of(one):
                     raise LOCKED
         except UnknownSession:
             raise no_conversation(one.id, self._store, "conversation") from None
