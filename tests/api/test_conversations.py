@@ -28,8 +28,10 @@ from keyfile import bearer, written
 from saying import Saying
 from serving import Answer
 
+from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.openai.responses.state import History
 from ssmd.config import Settings
+from ssmd.engine.terms import Rejection
 from ssmd.sessions.fsck.check import examine
 
 Fields = dict[str, Any]
@@ -314,6 +316,18 @@ def test_an_item_that_goes_meanwhile_does_not_come_back(tiny: Daemon, monkeypatc
     response = response_of(ask(tiny, "b", "x", conversation=id_))
     items = tiny.served.ask("GET", f"{RESPONSES}/{response['id']}/input_items?order=asc").json["data"]
     assert texts(items) == ["a", "b"]
+
+
+def test_refusals_of_a_locked_conversation_share_nothing() -> None:
+    """One error that is raised again and again would hold the frames, and so the bodies, of all its requests."""
+    under_way = InFlightAnswers()
+    with under_way.alone("conv_1"):
+        refusals = []
+        for _ in range(2):
+            with pytest.raises(Rejection) as refused, under_way.alone("conv_1"):
+                pass
+            refusals.append(refused.value)
+    assert refusals[0] is not refusals[1]
 
 
 def test_an_added_item_is_given_by_its_id(tiny: Daemon) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from ssmd.api.generate.answer import ResponseInfo
 from ssmd.api.generate.fair_reading import client_of
-from ssmd.api.generate.in_flight import LOCKED
+from ssmd.api.generate.in_flight import locked
 from ssmd.api.http.body import brief, validate
 from ssmd.api.http.keys import caller_of
 from ssmd.api.openai.responses.answer import ResponseForm, ending, response_id, usage_of
@@ -101,7 +101,7 @@ class History:
         try:
             with self._store.snapshot() as stored:
                 if not stored.conversation(one.id).has_items_of(one):
-                    raise LOCKED
+                    raise locked()
         except UnknownSession:
             raise no_conversation(one.id, self._store, "conversation") from None
         except StoreError as err:
