@@ -33,6 +33,7 @@ from ssmd.api.openai.responses.state import History
 from ssmd.config import Settings
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.fsck.check import examine
+from ssmd.sessions.rows import growth
 
 Fields = dict[str, Any]
 CONVERSATIONS = "/v1/conversations"
@@ -464,6 +465,16 @@ def test_what_cannot_be_is_refused_by_name(tiny: Daemon) -> None:
     for metadata in ({"a": 1}, {"a" * 65: "b"}, {"a": "b" * 513}, {str(i): "" for i in range(17)}):
         assert send(tiny, "POST", "", {"metadata": metadata}).status == 400
     assert said(tiny, id_) == ["a", "b", "x"]
+
+
+def test_empty_conversations_count_as_text(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    id_ = begun(tiny)
+    monkeypatch.setattr(growth, "_LEAST_TEXT_BYTES", 0)
+    assert tiny.store is not None
+    monkeypatch.setattr(tiny.store, "quota", 1)
+    for answer in (send(tiny, "POST"), send(tiny, "POST", f"/{id_}/items", {"items": [user("a")]})):
+        assert (answer.status, answer.error["code"]) == (503, "store_error"), answer.body
+        assert "remove sessions" in answer.error["message"]
 
 
 def test_conversations_of_another_key_are_not_found(artifacts: TinyArtifacts, tmp_path: Path) -> None:

@@ -105,8 +105,13 @@ def place_of(turn: str, one: Conversation) -> int | None:
     return int(digits[-_PLACE_DIGITS:], 16) if mine and turn != one.opening else None
 
 
-def create(connection: Connection, metadata: Mapping[str, str], clock: datetime, owner: str) -> Conversation:
-    """Write a new conversation without items. clock: the moment that its templates see."""
+def create(
+    connection: Connection, metadata: Mapping[str, str], clock: datetime, owner: str, quota: int | None = None
+) -> Conversation:
+    """Write a new conversation without items. Raises StoreError if there is no room for more text.
+
+    clock: the moment that its templates see. quota: of the store.
+    """
     now = datetime.now(UTC)
     # The last digits are not those of an entry's number.
     digits = f"{secrets.token_hex((_DIGITS - _PLACE_DIGITS) // 2)}{'f' * _PLACE_DIGITS}"
@@ -115,6 +120,7 @@ def create(connection: Connection, metadata: Mapping[str, str], clock: datetime,
     turn = _turn(one, one.opening, None, (), OPENING, now)
     sessions.touch_session(connection, [turn], info)
     growth.insert_turns(connection, [turn], NO_LINEAGE, owner)
+    growth.bound_text(connection, quota)
     _write(connection, one)
     return one
 

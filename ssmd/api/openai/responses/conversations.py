@@ -74,7 +74,7 @@ class Conversations:
             messages, entry = _read(store, body.items or [], raw)
 
             def write(connection: Connection) -> Conversation:
-                one = rows.create(connection, body.metadata or {}, local_now(), store.domain.owner)
+                one = rows.create(connection, body.metadata or {}, local_now(), store.domain.owner, store.quota)
                 if messages:
                     rows.add(connection, one, messages, entry, store.quota, store.domain)
                 return one
