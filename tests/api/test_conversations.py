@@ -28,9 +28,12 @@ from keyfile import bearer, written
 from saying import Saying
 from serving import Answer
 
+from ssmd.api.generate.in_flight import InFlightAnswers
 from ssmd.api.openai.responses.state import History
 from ssmd.config import Settings
+from ssmd.engine.terms import Rejection
 from ssmd.sessions.fsck.check import examine
+from ssmd.sessions.rows import growth
 
 Fields = dict[str, Any]
 CONVERSATIONS = "/v1/conversations"
@@ -133,6 +136,29 @@ def test_instructions_are_no_items_of_a_conversation(tiny: Daemon) -> None:
     response_of(ask(tiny, "b", "y", conversation=id_, instructions="Sing."))
     response_of(ask(tiny, "c", "z", conversation=id_))
     assert said(tiny, id_) == ["a", "x", "b", "y", "c", "z"]
+
+
+@pytest.mark.parametrize("system", ["", "cch=abc;"])
+def test_a_system_item_is_not_taken_for_instructions(tiny: Daemon, system: str) -> None:
+    """Neither without instructions, nor beside some that end with its words and are left out."""
+    header = f"x-anthropic-billing-header: cc_version=2.1.197.e0d; cc_entrypoint=cli; {system}"
+    id_ = begun(tiny, {"role": "system", "content": system})
+    fields = {"instructions": header} if system else {}
+    response_of(ask(tiny, "a", "x", conversation=id_, **fields))
+    assert said(tiny, id_) == [system, "a", "x"]
+
+
+def test_an_input_that_no_model_reads_repeats_no_answer(tiny: Daemon) -> None:
+    id_ = begun(tiny)
+    first = response_of(ask(tiny, "a", "x", conversation=id_))
+    for place in ({"conversation": id_}, {"previous_response_id": first["id"]}):
+        answer = ask(tiny, [{"type": "web_search_call"}], "y", **place)
+        assert answer.status == 400, answer.body
+        assert "no item that a model reads" in answer.error["message"]
+    assert said(tiny, id_) == ["a", "x"]
+    add(tiny, id_, user("b"))
+    response_of(ask(tiny, [{"type": "web_search_call"}], "y", conversation=id_))
+    assert said(tiny, id_) == ["a", "x", "b", "y"]
 
 
 def test_items_of_a_client_are_read_with_the_next_response(tiny: Daemon) -> None:
@@ -273,6 +299,38 @@ def test_a_conversation_that_changes_meanwhile_is_refused(tiny: Daemon, monkeypa
     assert said(tiny, id_) == ["between", "b", "x"]
 
 
+def test_an_item_that_goes_meanwhile_does_not_come_back(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An item is deleted after a response has read the list, and before it holds the conversation."""
+    id_ = begun(tiny, user("secret"), user("a"))
+    secret = listed(tiny, id_)[0]["id"]
+    read = History.conversation
+
+    def late(history: History, name: str) -> Any:
+        found = read(history, name)
+        monkeypatch.undo()
+        assert send(tiny, "DELETE", f"/{id_}/items/{secret}").status == 200
+        return found
+
+    monkeypatch.setattr(History, "conversation", late)
+    answer = ask(tiny, "b", "x", conversation=id_)
+    assert (answer.status, answer.error["code"]) == (400, "conversation_locked"), answer.body
+    response = response_of(ask(tiny, "b", "x", conversation=id_))
+    items = tiny.served.ask("GET", f"{RESPONSES}/{response['id']}/input_items?order=asc").json["data"]
+    assert texts(items) == ["a", "b"]
+
+
+def test_refusals_of_a_locked_conversation_share_nothing() -> None:
+    """One error that is raised again and again would hold the frames, and so the bodies, of all its requests."""
+    under_way = InFlightAnswers()
+    with under_way.alone("conv_1"):
+        refusals = []
+        for _ in range(2):
+            with pytest.raises(Rejection) as refused, under_way.alone("conv_1"):
+                pass
+            refusals.append(refused.value)
+    assert refusals[0] is not refusals[1]
+
+
 def test_an_added_item_is_given_by_its_id(tiny: Daemon) -> None:
     id_ = begun(tiny, user("a"), user("b"))
     first, second = listed(tiny, id_)
@@ -407,6 +465,16 @@ def test_what_cannot_be_is_refused_by_name(tiny: Daemon) -> None:
     for metadata in ({"a": 1}, {"a" * 65: "b"}, {"a": "b" * 513}, {str(i): "" for i in range(17)}):
         assert send(tiny, "POST", "", {"metadata": metadata}).status == 400
     assert said(tiny, id_) == ["a", "b", "x"]
+
+
+def test_empty_conversations_count_as_text(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    id_ = begun(tiny)
+    monkeypatch.setattr(growth, "_LEAST_TEXT_BYTES", 0)
+    assert tiny.store is not None
+    monkeypatch.setattr(tiny.store, "quota", 1)
+    for answer in (send(tiny, "POST"), send(tiny, "POST", f"/{id_}/items", {"items": [user("a")]})):
+        assert (answer.status, answer.error["code"]) == (503, "store_error"), answer.body
+        assert "remove sessions" in answer.error["message"]
 
 
 def test_conversations_of_another_key_are_not_found(artifacts: TinyArtifacts, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from conftest import TinyArtifacts
 from daemon import NO_END, Daemon, daemon, request
 
 from ssmd.api.openai.responses.body import REFUSED, ResponsesBody, read_response, to_request
-from ssmd.api.openai.responses.items import read_input
+from ssmd.api.openai.responses.items import read_input, read_instructions
 from ssmd.config import Settings
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Rejection
@@ -174,15 +174,16 @@ def test_choices_and_reasoning_are_read() -> None:
 def test_known_volatile_text_is_left_out_of_instructions() -> None:
     header = "x-anthropic-billing-header: cc_version=2.1.197.e0d; cc_entrypoint=cli; cch=abc;\n"
     dropped: set[str] = set()
-    [system, said] = read_input(header + "Be short.", [user(header + "a")], None, dropped)
+    [system] = read_instructions(header + "Be short.", dropped)
+    [_, said] = read_input([user(header + "a")], None, dropped, before=[system])
     assert (system.content, said.content) == ("Be short.", header + "a")
     assert dropped == {"x-anthropic-billing-header"}
-    assert read_input(header + "Be short.", "a")[0].content == header + "Be short."
+    assert read_instructions(header + "Be short.")[0].content == header + "Be short."
 
 
 def test_ten_thousand_items_are_read() -> None:
     given = [one for i in range(5000) for one in (user(f"question {i}"), {"role": "assistant", "content": "x"})]
-    assert len(read_input(None, [*given, user("last")])) == 10_001
+    assert len(read_input([*given, user("last")])) == 10_001
 
 
 # Over HTTP

@@ -18,11 +18,6 @@ from ssmd.engine.request import Delta, Event, Failure, Finish, FinishReason, Req
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
 
-LOCKED = Rejection(  # in OpenAI's words
-    "Another process is currently operating on this conversation. Please retry in a few seconds.",
-    code="conversation_locked",
-    param="conversation",
-)
 _PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")  # of an id as the answer has it
 
 
@@ -128,7 +123,7 @@ class InFlightAnswers:
 
     def _change(self, conversation: str) -> None:
         if conversation in self._changed:
-            raise LOCKED
+            raise locked()
         self._changed.add(conversation)
 
     def find(self, id_: str, domain: Domain) -> InFlightAnswer:
@@ -142,3 +137,12 @@ class InFlightAnswers:
                 code="request_not_found",
             )
         return found
+
+
+def locked() -> Rejection:
+    """Build the error for a conversation that another request changes, in OpenAI's words."""
+    return Rejection(
+        "Another process is currently operating on this conversation. Please retry in a few seconds.",
+        code="conversation_locked",
+        param="conversation",
+    )

@@ -44,6 +44,11 @@ class Conversation:
     entries: int = 0
     # The last response, as (entry, turn): the turns up to it have all messages of the list so far. None: none has.
     whole: tuple[int, str] | None = None
+    withdrawn: int = 0  # items that were left out
+
+    def has_items_of(self, earlier: Conversation) -> bool:
+        """Return True if no item came or went since it was read earlier."""
+        return (self.entries, self.withdrawn) == (earlier.entries, earlier.withdrawn)
 
     @property
     def opening(self) -> str:
@@ -82,7 +87,7 @@ def _read(connection: Connection, name: str) -> Conversation | None:
     if record is None:
         return None
     whole = record["whole"]
-    said = {"created": record["created"], "metadata": record["metadata"], "entries": record["entries"]}
+    said = {key: record[key] for key in ("created", "metadata", "entries", "withdrawn")}
     return replace(one, **said, whole=None if whole is None else (whole[0], whole[1]))
 
 
@@ -169,8 +174,8 @@ def withdraw(connection: Connection, one: Conversation, entry: Entry, items: Col
     """Leave items out of an entry from now on. Their text goes with the conversation."""
     changed = replace(entry, gone=(*entry.gone, *items))
     _write_entry(connection, one, changed)
-    if one.whole is not None and entry.number <= one.whole[0]:
-        _write(connection, replace(one, whole=None))
+    whole = None if one.whole is None or entry.number <= one.whole[0] else one.whole
+    _write(connection, replace(one, whole=whole, withdrawn=one.withdrawn + len(items)))
 
 
 def _turn(

@@ -19,7 +19,7 @@ from ssmd.api.openai.chat_body import (
     without_refused,
 )
 from ssmd.api.openai.fields import Neutral
-from ssmd.api.openai.responses.items import read_input
+from ssmd.api.openai.responses.items import read_input, read_instructions
 from ssmd.api.openai.responses.state import History
 from ssmd.api.openai.responses.tools import ResponseTools, read_choice, read_tools
 from ssmd.api.openai.structured import of_schema
@@ -75,7 +75,8 @@ class ResponseRequest:
     encrypts: bool  # reasoning comes as `encrypted_content` too
     echo: Mapping[str, Any]
     conversation: Conversation | None  # that it goes on from, as it was read
-    given: int  # messages of the request itself, its instructions included
+    instructed: bool  # its messages begin with its instructions
+    given: int  # messages of its input
 
 
 def read_response(fields: Mapping[str, Any]) -> ResponsesBody:
@@ -123,7 +124,8 @@ def to_request(
         named = "previous_response_id" if conversation is None else "conversation"
         said = f"session and {named} name different sessions; send one of them"
         raise Rejection(said, code="invalid_value", param="session")
-    messages = read_input(body.instructions, body.input, unread, dropped, before=before, stored=history.item)
+    head = read_instructions(body.instructions, dropped)
+    messages = read_input(body.input, unread, dropped, before=(*head, *before), stored=history.item)
     tools = read_tools(body.tools, unread)
     choice = read_choice(body.tool_choice, body.parallel_tool_calls, tools, unread)
     included = _read_include(body.include, unread)
@@ -168,7 +170,8 @@ def to_request(
     if conversation is not None:
         request = replace(request, conversation=conversation.id)
         echo["conversation"] = {"id": conversation.id}
-    return ResponseRequest(request, tools, _ENCRYPTED in included, echo, conversation, len(messages) - len(before))
+    given = len(messages) - len(before) - len(head)
+    return ResponseRequest(request, tools, _ENCRYPTED in included, echo, conversation, bool(head), given)
 
 
 def variables_of(body: ResponsesBody) -> dict[str, str]:

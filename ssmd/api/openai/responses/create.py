@@ -109,11 +109,9 @@ def _read(
         said = "conversation: a response with store: false is not kept, so it cannot be added; leave store out"
         raise Rejection(said, code="invalid_value", param="store")
     if request.store:
-        first = request.messages[0]  # known volatile text may be left out at its beginning, or all of it
-        instructed = first.role == "system" and (body.instructions or "").endswith(first.content)
-        facts = facts_of(form, instructed=instructed)
+        facts = facts_of(form, instructed=asked.instructed)
         if asked.conversation is not None:
-            facts["conversation"] = _place(asked, body.input, instructed=instructed)
+            facts["conversation"] = _place(asked, body.input)
         if len(echo) > MAX_KEPT_CHARS and len(encoded(facts["echo"])) > MAX_KEPT_CHARS:
             said = f"text and tool_choice have more than {MAX_KEPT_CHARS} characters, which a stored response keeps"
             raise Rejection(f"{said}; send store: false", code="invalid_value", param="text")
@@ -135,11 +133,10 @@ def _read(
     )
 
 
-def _place(asked: ResponseRequest, given: Any, *, instructed: bool) -> dict[str, Any]:
+def _place(asked: ResponseRequest, given: Any) -> dict[str, Any]:
     """Return the place of a response in its conversation, as its facts keep it."""
     assert asked.conversation is not None
-    messages = asked.request.messages
-    own = asked.given - instructed - (messages[-1].role == "assistant")  # a beginning of the answer is part of that
+    own = asked.given - (asked.request.messages[-1].role == "assistant")  # a beginning of the answer is part of that
     results = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
     custom = [item["call_id"] for item in results if item.get("type") == "custom_tool_call_output"]
     return {"id": asked.conversation.id, "entry": asked.conversation.entries + 1, "given": own, "custom": custom}

@@ -56,8 +56,18 @@ def sealed(reasoning: str) -> str:
     return _SEALED + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 
+def read_instructions(instructions: str | None, dropped: set[str] | None = None) -> tuple[Message, ...]:
+    """Return the message of a request's instructions; none if they are empty, or known volatile text alone.
+
+    dropped: as of `read_input`.
+    """
+    reader = _Reader(set(), dropped, None)
+    if instructions:
+        reader.system("system", instructions)
+    return tuple(reader.messages)
+
+
 def read_input(
-    instructions: str | None,
     value: Any,
     ignored: set[str] | None = None,
     dropped: set[str] | None = None,
@@ -65,15 +75,14 @@ def read_input(
     before: Sequence[Message] = (),
     stored: Callable[[str, str], dict[str, Any]] | None = None,
 ) -> tuple[Message, ...]:
-    """Read the instructions and the input of a request. Raises Rejection whose param is a path like input[2].content.
+    """Read the input of a request. Raises Rejection whose param is a path like input[2].content.
 
     ignored: takes the names of ignored fields and items, like input.web_search_call. dropped: takes the names of known
-    volatile text, which is left out of the system prompt; None: all stays. before: the conversation that the input
-    goes on from. stored: returns the item of an id, which stands at a place; None if none is stored.
+    volatile text, which is left out of the system prompt; None: all stays. before: the instructions, and the
+    conversation that the input goes on from. stored: returns the item of an id, which stands at a place; None if none
+    is stored. Returns the messages of both, one after the other.
     """
     reader = _Reader(set() if ignored is None else ignored, dropped, stored)
-    if instructions:
-        reader.system("system", instructions)
     reader.go_on(before)
     if value is None:
         raise Rejection("input is required", code="missing_required_parameter", param="input")
@@ -85,7 +94,8 @@ def read_input(
     for i, item in enumerate(value):
         reader.item(item, i)
     reader.end_answer()
-    if not reader.messages:
+    nothing = len(reader.messages) == len(before)  # then an answer before it would be continued, and kept twice
+    if nothing and (not before or before[-1].role == "assistant"):
         raise Rejection("input has no item that a model reads", code="invalid_value", param="input")
     if calls := reader.messages[-1].tool_calls:
         raise Rejection(

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from ssmd.api.generate.answer import ResponseInfo
 from ssmd.api.generate.fair_reading import client_of
-from ssmd.api.generate.in_flight import LOCKED
+from ssmd.api.generate.in_flight import locked
 from ssmd.api.http.body import brief, validate
 from ssmd.api.http.keys import caller_of
 from ssmd.api.openai.responses.answer import ResponseForm, ending, response_id, usage_of
@@ -95,13 +95,13 @@ class History:
             raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
 
     def check(self, one: Conversation) -> None:
-        """Check that a conversation has no more entries than it had. Raises Rejection."""
+        """Check that a conversation has the items that it had. Raises Rejection."""
         if self._store is None:
             return
         try:
             with self._store.snapshot() as stored:
-                if stored.conversation(one.id).entries != one.entries:
-                    raise LOCKED
+                if not stored.conversation(one.id).has_items_of(one):
+                    raise locked()
         except UnknownSession:
             raise no_conversation(one.id, self._store, "conversation") from None
         except StoreError as err:
