@@ -34,6 +34,8 @@ from ssmd.model.formats import unread
 from ssmd.model.plan import Plan, first_problem
 from ssmd.model.rope import Rope
 
+MAX_LAYERS = 1024  # of a model, as in Plan.layers
+
 
 @dataclass(frozen=True)
 class Family:
@@ -60,8 +62,11 @@ class Family:
 
     def _read(self, text: Mapping[str, Any]) -> Any:
         check(text)
+        _check_layers(text.get("num_hidden_layers"))  # before a family makes something of each
         with _said():
-            return self.read(text)
+            config = self.read(text)
+        _check_layers(config.layers if isinstance(config.layers, int) else len(config.layers))
+        return config
 
     def unread(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of set fields of a config.json that are not read and not known to have no effect."""
@@ -95,6 +100,12 @@ class Family:
             if rope is not None and rotated:
                 made |= _tables(of, rope, rotated, context)
         return made
+
+
+def _check_layers(count: object) -> None:
+    """Raise FamilyError if a model has more layers than a plan may have."""
+    if isinstance(count, int) and count > MAX_LAYERS:
+        raise FamilyError(f"config.json: num_hidden_layers makes {count} layers, expected at most {MAX_LAYERS}")
 
 
 def _tables(of: str, rope: Rope, rotated: int, context: int) -> dict[str, Binding]:
