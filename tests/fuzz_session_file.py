@@ -280,7 +280,7 @@ def states_in(parts: Parts) -> set[bytes]:
         tensors = {}
         for t in parts.document["layout"]:
             name = t["name"]
-            if t["kind"] in ("conv", "ssm"):
+            if t["kind"] not in ("key", "value"):
                 tensors[name] = numbers(parts, f"checkpoint.{i}.{name}")
             else:
                 tensors[name] = np.concatenate([numbers(parts, f"rows.{k}.{name}") for k in made["rows"]], axis=1)
