@@ -33,6 +33,7 @@ from ssmd.sessions.turn import StoreError, UnknownSession
 from ssmd.text.messages import Message
 
 T = TypeVar("T")
+B = TypeVar("B")  # of what a body is read as
 MAX_ADDED = 20  # items that one request may add, as OpenAI has it
 Described = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -94,24 +95,26 @@ class Conversations:
         """Give a conversation other metadata."""
         raw = await read_body(request)
 
-        def work(store: Store) -> Response:
-            body = validate(DescriptionBody, parse_object(raw))
+        def read() -> DescriptionBody:
+            return validate(DescriptionBody, parse_object(raw))
+
+        def work(store: Store, body: DescriptionBody) -> Response:
             change = partial(rows.describe, name=_name(request), metadata=body.metadata or {}, domain=store.domain)
             return JSONResponse(_object(self._write(store, change)))
 
-        return await self._alone(request, work)
+        return await self._alone(request, read, work)
 
     async def delete(self, request: HttpRequest) -> Response:
         """Delete a conversation with all its text."""
 
-        def work(store: Store) -> Response:
+        def work(store: Store, _: object) -> Response:
             name = _name(request)
             with store.snapshot() as stored:
                 stored.conversation(name)
             store.delete(name)
             return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
-        return await self._alone(request, work)
+        return await self._alone(request, _nothing, work)
 
     async def items(self, request: HttpRequest) -> Response:
         """Answer with a page of a conversation's items."""
@@ -128,8 +131,10 @@ class Conversations:
         """Add items to a conversation. An SDK's retry adds none that the first attempt added."""
         raw, again = await read_body(request), request.headers.get("x-stainless-retry-count", "0") != "0"
 
-        def work(store: Store) -> Response:
-            body = validate(AddedItemsBody, parse_object(raw))
+        def read() -> AddedItemsBody:
+            return validate(AddedItemsBody, parse_object(raw))
+
+        def work(store: Store, body: AddedItemsBody) -> Response:
             with store.snapshot() as stored:
                 one = stored.conversation(_name(request))
                 last = stored.entries(one, [one.entries])
@@ -147,7 +152,7 @@ class Conversations:
             with store.snapshot() as stored:
                 return _items_of(stored, stored.conversation(one.id))
 
-        return await self._alone(request, work)
+        return await self._alone(request, read, work)
 
     async def item(self, request: HttpRequest) -> Response:
         def work(store: Store) -> Response:
@@ -160,7 +165,7 @@ class Conversations:
     async def remove(self, request: HttpRequest) -> Response:
         """Leave an item out of a conversation. Its text goes with the conversation."""
 
-        def work(store: Store) -> Response:
+        def work(store: Store, _: object) -> Response:
             with store.snapshot() as stored:
                 one = stored.conversation(_name(request))
                 at, item = _item(request, stored, one)
@@ -173,7 +178,7 @@ class Conversations:
 
             return JSONResponse(_object(self._write(store, write)))
 
-        return await self._alone(request, work)
+        return await self._alone(request, _nothing, work)
 
     def _write(self, store: Store, work: Callable[[Connection], T]) -> T:
         """Run a write transaction for a few words, also on a nearly full disk. Raises StoreError."""
@@ -186,12 +191,24 @@ class Conversations:
         store.room.tidy()
         return done
 
-    async def _alone(self, request: HttpRequest, work: Callable[[Store], Response]) -> Response:
-        """Run work that changes a conversation, while no other request does. Raises Rejection."""
+    async def _alone(
+        self, request: HttpRequest, read: Callable[[], B], work: Callable[[Store, B], Response]
+    ) -> Response:
+        """Run work that changes a conversation, while no other request does. Raises Rejection.
+
+        read: reads the request's body, for `work`.
+        """
         name = _name(request)
-        await self._ask(request, partial(_known, name))  # a stranger is not told that it is being changed
+
+        def first(store: Store) -> B:
+            body = read()
+            with store.snapshot() as stored:
+                stored.conversation(name)  # a stranger is not told that it is being changed
+            return body
+
+        body = await self._ask(request, first)
         with self._under_way.alone(name):
-            return await self._ask(request, work)
+            return await self._ask(request, lambda store: work(store, body))
 
     async def _ask(self, request: HttpRequest, work: Callable[[Store], T]) -> T:
         """Run work that blocks on the store in a thread, when it is the client's turn. Raises Rejection."""
@@ -212,9 +229,8 @@ def _name(request: HttpRequest) -> str:
     return str(request.path_params["id"])
 
 
-def _known(name: str, store: Store) -> None:
-    with store.snapshot() as stored:
-        stored.conversation(name)
+def _nothing() -> None:
+    """Read no body: the route has none."""
 
 
 def _object(one: Conversation) -> Mapping[str, Any]:
