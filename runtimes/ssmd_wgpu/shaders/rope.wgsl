@@ -8,7 +8,7 @@ const HALF = {{ rotated // 2 }}u;
 {% endif %}
 
 var<workgroup> row: array<f32, {{ head_dim }}>;
-var<workgroup> squares: array<f32, {{ threads }}>;
+var<workgroup> squares: array<f32, 64>;
 
 fn turned(i: u32, position: u32) -> f32 {
 {% if rotated %}
@@ -22,13 +22,15 @@ fn turned(i: u32, position: u32) -> f32 {
 }
 {% if qk_eps is not none %}
 
-fn norm(li: u32, gain: u32) {  // of `row`
-  var sum = 0.0;
-  for (var i = li; i < D; i += {{ threads }}u) { sum += row[i] * row[i]; }
-  squares[li] = sum;
+fn norm(li: u32, gain: u32) {  // of `row`; 64 sums however many threads there are: the same bits in a step and a prefill
+  if (li < 64u) {
+    var part = 0.0;
+    for (var i = li; i < D; i += 64u) { part += row[i] * row[i]; }
+    squares[li] = part;
+  }
   workgroupBarrier();
-  sum = 0.0;
-  for (var i = 0u; i < {{ [threads, head_dim] | min }}u; i++) { sum += squares[i]; }
+  var sum = 0.0;
+  for (var i = 0u; i < {{ [64, head_dim] | min }}u; i++) { sum += squares[i]; }
   let rms = inverseSqrt(sum / f32(D) + {{ qk_eps }});
   for (var i = li; i < D; i += {{ threads }}u) { row[i] *= rms * p(gain + i); }
   workgroupBarrier();
