@@ -13,10 +13,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api.generate.answer import Answer, Receipt, ResponseInfo
@@ -196,29 +197,34 @@ def _whole(text: str, reasoning: str, calls: Iterable[Any]) -> Iterator[Delta]:
         yield Delta(0, "", call=CallDelta(number, call.id, call.name, call.arguments))
 
 
-@dataclass(frozen=True)
-class EventResponse:
-    """A stream of events, as an ASGI app.
+class EventResponse(Response):
+    """A stream of events."""
 
-    write: writes the events, until the client leaves; it gets the stream, and an event that is set then. stall_s,
-    silence_s: as of an EventStream.
-    """
+    def __init__(
+        self,
+        write: Callable[[sse.EventStream, asyncio.Event], Awaitable[None]],
+        headers: Mapping[str, str],
+        stall_s: float,
+        silence_s: float,
+    ) -> None:
+        """Make a stream that is not open yet.
 
-    write: Callable[[sse.EventStream, asyncio.Event], Awaitable[None]]
-    headers: Mapping[str, str]
-    stall_s: float
-    silence_s: float
+        write: writes the events, until the client leaves; it gets the stream, and an event that is set then. headers:
+        those of ssmd. stall_s, silence_s: as of an EventStream.
+        """
+        super().__init__()
+        self._write, self._own, self._stall_s, self._silence_s = write, headers, stall_s, silence_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream, gone = sse.EventStream(send, self.stall_s, self.silence_s), asyncio.Event()
+        stream, gone = sse.EventStream(send, self._stall_s, self._silence_s), asyncio.Event()
         left = asyncio.create_task(departure(receive, gone))
         try:
-            await stream.open(self.headers)
+            await stream.open(self._own)
             if scope["method"] != "HEAD":
-                await self.write(stream, gone)
+                await self._write(stream, gone)
             await stream.close()
         except sse.ClientStalled:
-            log.info("a follower of a response has not read for %.0f s, given up", self.stall_s)
+            log.info("a follower of a response has not read for %.0f s, given up", self._stall_s)
         finally:
             left.cancel()
 

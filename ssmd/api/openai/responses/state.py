@@ -178,7 +178,7 @@ class StoredResponses:
         self._store, self._pool, self._under_way = on.store, on.pool, on.under_way
         self._stall_s, self._silence_s = on.stall_s, on.settings.stream_comment
 
-    async def get(self, request: HttpRequest) -> Response | EventResponse:
+    async def get(self, request: HttpRequest) -> Response:
         """Answer with a response, also one that is under way: whole, or as its events."""
         known = {name: value for name, value in request.query_params.items() if name in Retrieval.model_fields}
         asked = validate(Retrieval, known)
