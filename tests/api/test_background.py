@@ -15,6 +15,7 @@ import pytest
 from api.test_anthropic import LONG
 from api.test_calls import CALL, scripted
 from api.test_responses import RESPONSES, TOOLS, ask, events_of, response_of, text_of
+from api.test_responses_client import openai
 from api.test_responses_state import NOWHERE, get, gone, items, said_in
 from conftest import TinyArtifacts
 from daemon import NO_END, Daemon, daemon, quiet, request, soon
@@ -379,6 +380,19 @@ def test_receipts_are_bounded_and_sealed(tmp_path: Path, monkeypatch: pytest.Mon
     with store.snapshot() as stored:
         assert [stored.receipt(f"turn_{i}") for i in (3, 4, 5)] == [{"model": "3"}, None, None]
     store.close()
+
+
+def test_the_openai_client_polls_follows_and_cancels(tiny: Daemon) -> None:
+    scripted(tiny, "x", ends=False)
+    asked = {"model": tiny.model, "input": "a", "max_output_tokens": 80, "extra_body": {"logit_bias": NO_END}}
+    found = openai("background", tiny.url, asked)
+    assert found["polled"][0] in ("queued", "in_progress")
+    assert found["polled"][1] == "incomplete"
+    assert found["followed"] == found["again"]
+    assert [number for _, number in found["again"]] == list(range(len(found["again"])))
+    assert found["again"][-1][0] == "response.incomplete"
+    assert found["texts"][0] == found["texts"][1] == found["text"]
+    assert found["cancelled"] == ["cancelled"] * 3
 
 
 def _until(one: socket.socket, what: bytes) -> bytes:
