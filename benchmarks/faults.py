@@ -1,12 +1,13 @@
 """The fault campaign: kills of the daemon and of commands, altered session files, damaged databases, all counted.
 
-    benchmarks/faults.py kills|commands|files|databases [--count N] [--seed S] [--state DIR] [--jobs N]
+    benchmarks/faults.py kills|background|commands|files|databases [--count N] [--seed S] [--state DIR] [--jobs N]
                          [--only CASE[:COUNT]]
 
 What a seed injects is always the same, but for the moments of kills. The work goes on in units, each a process of its
 own, whose outcome stands in DIR (default: .cache/faults): the same command goes on where it was cut off. With --only
 some cases run again, alone, and print what they found; the data of what failed stay under DIR. Cases of `kills` are
-in episodes of 25, which begin at multiples of that. Each 20 cases of `commands` are kills of one command.
+in episodes of 25, which begin at multiples of that, and those of `background` in episodes of 10. Each 20 cases of
+`commands` are kills of one command.
 """
 
 from __future__ import annotations
@@ -59,6 +60,14 @@ def kills(path: Path, first: int, count: int, seed: str, folder: Path) -> Outcom
     return episode.counts, episode.failures
 
 
+def background(path: Path, first: int, count: int, seed: str, folder: Path) -> Outcome:
+    from background import Episode
+
+    episode = Episode(path, Artifact.open(path).manifest.name, f"{seed}:{first}", count, folder)
+    episode.run()
+    return episode.counts, episode.failures
+
+
 def files(path: Path, first: int, count: int, seed: str, folder: Path) -> Outcome:
     from files import run
 
@@ -79,6 +88,7 @@ def commands(path: Path, first: int, count: int, seed: str, folder: Path) -> Out
 
 PARTS = {
     "kills": Part(KILLS, 1_000, kills),
+    "background": Part(10, 100, background),
     "commands": Part(20, 240, commands),
     "files": Part(1_000, 20_000, files),
     "databases": Part(50, 2_000, databases),

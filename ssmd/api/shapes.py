@@ -117,7 +117,7 @@ class Response(Shape):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "in_progress", "incomplete", "failed", "cancelled"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
     output: list[dict[str, Any]]
     error: dict[str, Any] | None

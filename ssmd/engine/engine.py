@@ -155,7 +155,8 @@ class Engine:
             guide = read(request.grammar)
         if request.echo:
             deliver = echoing(deliver, self._raw.text(request), request.n)
-        asked = GenerationInput(request, prompt, deliver, started, recallable, guide)
+        created = int(time.time()) if request.created is None else request.created
+        asked = GenerationInput(request, prompt, deliver, started, recallable, guide, created=created)
         if request.warm is not None and request.warm.idle:
             return self._deferred(asked)
         generation = Generation(asked, self._persistence.begin(asked), self._queue.leave)

@@ -70,6 +70,7 @@ class Request:
     tool_choice: ToolChoice = AUTO  # among the tools in `given`
     facts: Mapping[str, Any] | None = None  # JSON to keep with its turn; only for one choice
     conversation: str | None = None  # the stored conversation that its turn is added to
+    created: int | None = None  # s since 1970 when it was accepted; None: when its prompt is planned
     thinking_budget: int | None = None  # tokens after which reasoning is ended
     id: str = field(default_factory=lambda: f"{_GENERATION}{secrets.token_hex(12)}", compare=False)  # of its answer
 
@@ -188,6 +189,11 @@ def label(generation: str, key: str) -> str:
 def turn_of(generation: str) -> str:
     """Return the id of the turn that an answer with facts is stored as. generation: the answer's id."""
     return f"turn_{generation.removeprefix(_GENERATION)}"
+
+
+def generation_of(turn: str) -> str:
+    """Return the id of the answer that is stored as this turn."""
+    return f"{_GENERATION}{turn.partition('_')[2]}"
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:

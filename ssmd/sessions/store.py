@@ -32,7 +32,7 @@ from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.rows.warm import WarmBeginning
 from ssmd.sessions.sealing import SealedLine
-from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn
+from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn, UnknownSession
 from ssmd.text.messages import Message
 
 _ASK_EACH = 20  # SQLite instructions between two calls of `stop`; to insert a row takes some 30, so each row has one
@@ -323,6 +323,38 @@ class Store:
         """Return the stored reply to the request of this key, if its turns still exist and it has not expired."""
         with self.reading() as connection:
             return reply_rows.find_reply(connection, key)
+
+    def receive(self, turn_id: str, facts: Mapping[str, Any], running: Sequence[str] = ()) -> None:
+        """Write that a request was accepted, before it has a turn. The commit of its turn removes that.
+
+        running: the turns of all requests that have not ended, whose receipts stay.
+        """
+        owner = self.domain.owner
+
+        def write() -> None:
+            with self.writing() as connection:
+                reply_rows.write_receipt(connection, turn_id, owner, facts, running)
+
+        self.room.for_words(write)
+
+    def end_receipt(self, turn_id: str, facts: Mapping[str, Any]) -> None:
+        """Write how a request ended that gets no turn, unless its receipt was removed."""
+        owner = self.domain.owner
+
+        def write() -> None:
+            with self.writing() as connection:
+                reply_rows.end_receipt(connection, turn_id, owner, facts)
+
+        self.room.for_words(write)
+
+    def drop_receipt(self, turn_id: str) -> None:
+        """Remove the receipt of a request that got no turn, and erase it. Raises UnknownSession without one."""
+        with self.writing() as connection:
+            if reply_rows.read_receipt(connection, turn_id, self.domain) is None:
+                raise UnknownSession(f"there is no receipt of turn {turn_id!r}")
+            reply_rows.drop_receipt(connection, turn_id)
+            erasure.owe(connection)
+        database.settle(self._engine, self.file, idle=False)
 
     def sessions(self, limit: int | None = None, after: str | None = None) -> list[Session]:
         """Read the sessions, most recently used first.

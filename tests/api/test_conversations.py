@@ -273,7 +273,7 @@ def test_a_second_request_at_a_conversation_is_refused(tiny: Daemon) -> None:
             assert answer.error["param"] == "conversation"
         assert said(tiny, id_) == []
         begun_id = found[found.index(b'"id":"') + 6 :].split(b'"')[0].decode()
-        assert tiny.served.ask("POST", f"{RESPONSES}/{begun_id}/cancel", {}).status == 200
+        assert tiny.served.ask("POST", f"/ssmd/v1/requests/{begun_id}/stop", {}).status == 202
         while not found.endswith(b"0\r\n\r\n"):
             found += one.recv(1 << 16)
     assert response_of(ask(tiny, "b", "y", conversation=id_))["status"] == "completed"
@@ -434,7 +434,7 @@ def test_what_cannot_be_is_refused_by_name(tiny: Daemon) -> None:
         ({"conversation": {}}, "conversation.id"),
         ({"conversation": id_, "store": False}, "store"),
         ({"conversation": id_, "session": "ses_1"}, "session"),
-        ({"conversation": id_, "background": True}, "background"),
+        ({"conversation": id_, "background": True, "store": False}, "background"),
     ):
         answer = ask(tiny, "c", **fields)
         assert (answer.status, answer.error["param"]) == (400, param), answer.body

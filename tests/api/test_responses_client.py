@@ -75,10 +75,10 @@ def test_errors_are_typed(tiny: Daemon) -> None:
     requests: list[dict[str, Any]] = [
         {"model": "gpt-9", "input": "a"},
         {"model": tiny.model, "input": [{"role": "user", "content": [image]}]},
-        {"model": tiny.model, "input": "a", "background": True},
+        {"model": tiny.model, "input": "a", "background": True, "store": False},
     ]
     assert openai("failures", tiny.url, requests) == [
         {"class": "NotFoundError", "param": "model", "code": "model_not_found"},
         {"class": "BadRequestError", "param": "input[0].content[0]", "code": "unsupported_parameter"},
-        {"class": "BadRequestError", "param": "background", "code": "unsupported_parameter"},
+        {"class": "BadRequestError", "param": "background", "code": "invalid_value"},
     ]

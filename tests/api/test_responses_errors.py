@@ -134,7 +134,7 @@ def test_items_that_cannot_be(given: Any, param: str) -> None:
         ({"tool_choice": {"type": "function", "name": "g"}, "tools": TOOLS}, "tool_choice.name"),
         ({"tool_choice": {"type": "custom", "name": "f"}, "tools": TOOLS}, "tool_choice.name"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "all"}, "tools": TOOLS}, "tool_choice"),
-        ({"background": True}, "background"),
+        ({"background": 5}, "background"),
         ({"conversation": {"id": "conv_1"}, "previous_response_id": "resp_1"}, "conversation"),
         ({"stream_options": None, "prompt": {"id": "x"}}, "prompt"),
         *(({name: [1]}, name) for name in ("n", "stop", "logprobs", "functions", "messages", "mirostat")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -73,6 +74,34 @@ def state(url: str, arguments: dict[str, Any]) -> Any:
     }
 
 
+def background(url: str, arguments: dict[str, Any]) -> Any:
+    """A response that is polled, one whose stream is left and followed again, and one that is cancelled."""
+    responses, begun = client(url).responses, {"queued", "in_progress"}
+    first = responses.create(background=True, **arguments)
+    polled = [first.status]
+    while (whole := responses.retrieve(first.id)).status in begun:
+        time.sleep(0.05)
+    left = []
+    with responses.create(background=True, stream=True, **arguments) as stream:
+        for event in stream:
+            left.append(event)
+            if event.type == "response.output_text.delta":
+                break
+    id_ = left[0].response.id
+    rest = list(responses.retrieve(id_, stream=True, starting_after=left[-1].sequence_number))
+    again = list(responses.retrieve(id_, stream=True))
+    third = responses.create(background=True, **{**arguments, "max_output_tokens": 20_000})
+    cancelled = [responses.cancel(third.id).status for _ in range(2)]
+    return {
+        "polled": [*polled, whole.status],
+        "text": whole.output_text,
+        "followed": [[event.type, event.sequence_number] for event in (*left, *rest)],
+        "again": [[event.type, event.sequence_number] for event in again],
+        "texts": ["".join(e.delta for e in told if e.type.endswith("text.delta")) for told in ((*left, *rest), again)],
+        "cancelled": [*cancelled, responses.retrieve(third.id).status],
+    }
+
+
 def failures(url: str, requests: list[dict[str, Any]]) -> Any:
     """Send several bad requests and return the error that each raises."""
     found = []
@@ -86,7 +115,9 @@ def failures(url: str, requests: list[dict[str, Any]]) -> Any:
     return found
 
 
-SCENARIOS: dict[str, Callable[[str, Any], Any]] = {f.__name__: f for f in (conversation, whole, state, failures)}
+SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
+    f.__name__: f for f in (conversation, whole, state, background, failures)
+}
 
 if __name__ == "__main__":
     scenario, where, given = sys.argv[1:]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from keeping import BUILD, HYBRID, LINEAGE, PRODUCER, VOCABULARY, Chat, assert_same, find, grown, state_of
@@ -42,8 +45,14 @@ def state_after(store: Store, session: str, turn: str) -> tuple[StoredCheckpoint
     return found, ids.own[:-1]
 
 
-def test_a_database_of_0011_opens_untouched(database: Path) -> None:
-    before = (database / FILE).read_bytes()
+def rows_of(database: Path) -> dict[str, list[Any]]:
+    with closing(sqlite3.connect(database / FILE)) as raw:
+        tables = [name for (name,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {name: sorted(raw.execute(f"SELECT * FROM {name}").fetchall(), key=repr) for name in tables}
+
+
+def test_a_database_of_0011_gets_a_table_of_receipts(database: Path) -> None:
+    before = rows_of(database)
     store = Store.open(database)
     said = {s.id: [t.id for t in store.turns(s.id)] for s in store.sessions()}
     fork = next(name for name in said if not name.endswith(("old", "new", "sha")))
@@ -53,8 +62,12 @@ def test_a_database_of_0011_opens_untouched(database: Path) -> None:
         "ses_sha": ["h1", "h2"],
         fork: ["n1", "n2"],
     }
+    store.receive("turn_1", {"a": "b"})
+    with store.snapshot() as stored:
+        assert stored.receipt("turn_1") == {"a": "b"}
+    store.drop_receipt("turn_1")
     store.close()
-    assert (database / FILE).read_bytes() == before
+    assert rows_of(database) == {**before, "receipt": [], "alembic_version": [("0012",)]}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import background
 import databases
 import interrupted
 import pytest
@@ -31,6 +32,15 @@ def test_kills_under_load(model: str, artifacts: TinyArtifacts, tmp_path: Path) 
     episode.run()
     assert not episode.failures
     assert episode.counts["turns compared"] > KILLS, "the kills left no client the time to finish anything"
+
+
+def test_kills_of_responses_in_the_background(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Each has one end after a kill: answered and stored once, or failed and not stored."""
+    name = Artifact.open(artifacts["mamba-f32"]).manifest.name
+    episode = background.Episode(artifacts["mamba-f32"], name, "a", KILLS - 1, tmp_path)
+    episode.run()
+    assert not episode.failures
+    assert episode.counts["compared with the control"]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ssmd.api.generate.idempotency import REPLAYED
 from ssmd.api.http.errors import IGNORED
 from ssmd.engine.host.models import Model
-from ssmd.engine.request import Delta, FinishReason, Request, TokenLogprob, Usage, calls_of, label
+from ssmd.engine.request import Delta, Event, FinishReason, Request, TokenLogprob, Usage, calls_of, label
 from ssmd.engine.terms import Rejection
 from ssmd.text.messages import ToolCall
 
@@ -86,6 +86,19 @@ class Answer(ABC):
 
 
 @dataclass(frozen=True)
+class Receipt:
+    """The record of a request that goes on without its client.
+
+    write: writes it, before the client gets the answer's id; raises Rejection. end: writes how the answer ended, then
+    calls a function in the event loop. body: returns the JSON for the client, with a status.
+    """
+
+    write: Callable[[Request], Awaitable[None]]
+    end: Callable[[Request, Event, Callable[[], None]], None]
+    body: Callable[[ResponseInfo, str], bytes]
+
+
+@dataclass(frozen=True)
 class ParsedRequest:
     """A request's body after it was read."""
 
@@ -96,6 +109,7 @@ class ParsedRequest:
     followed: Callable[[ResponseInfo], Answer]  # builds the answer for a follower
     keep_alive_s: float | None = None  # how long the model stays loaded; None: as configured
     background: bool = False  # go on when the client leaves
+    receipt: Receipt | None = None  # answer the client as soon as this is written
     only: Literal["load", "unload"] | None = None  # do this with the model; there is nothing to answer
     ignored: tuple[str, ...] = ()  # ignored fields of the body, as Fields names them
     dropped: tuple[str, ...] = ()  # as in a ResponseInfo

@@ -149,6 +149,13 @@ class Delivery:
             self._events.put_nowait(event)
 
 
+async def departure(receive: Receive, news: asyncio.Event) -> None:
+    """Wait until a follower's client is gone, then set `news`."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    news.set()
+
+
 @asynccontextmanager
 async def watched(receive: Receive) -> AsyncIterator[Delivery]:
     """Yield a delivery that notes that the client leaves, until the context ends; for a request without events."""

@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api.generate.answer import Answer, ParsedRequest, Read, ResponseInfo, WholeChoice
+from ssmd.api.generate.answer import Answer, ParsedRequest, Read, Receipt, ResponseInfo, WholeChoice
 from ssmd.api.generate.delivery import AnswerStopped, ClientGone, Delivery
 from ssmd.api.generate.fair_reading import LONG_BYTES, Gate, client_of
 from ssmd.api.generate.idempotency import Repeats, RequestIdentity, in_place_of, read_mark
@@ -81,7 +81,9 @@ class Front:
             else:
                 head = await exchange.begin()
                 access.note(scope, answer=head.id, model=exchange.parsed.model.id)
-                whole = await _whole(exchange.parsed.answer(head), exchange.first, delivery)
+                whole: Mapping[str, Any] | bytes | None = exchange.accepted
+                if whole is None:
+                    whole = await _whole(exchange.parsed.answer(head), exchange.first, delivery)
                 kind = Response if isinstance(whole, bytes) else JSONResponse
                 await kind(whole, headers=head.headers, media_type="application/json")(scope, receive, send)
             ended = True
@@ -167,6 +169,7 @@ class _Exchange:
     def __init__(self, front: Front, raw: bytes, http: HttpRequest, delivery: Delivery) -> None:
         self.delivery, self.scope = delivery, http.scope
         self.head: ResponseInfo | None = None  # once the engine has the request, or an earlier answer is replayed
+        self.accepted: bytes | None = None  # JSON for the client of an answer that goes on without it
         self._front, self._raw, self._http = front, raw, http
         self._host = front.host
         self._caller, self._client, self._arrived = caller_of(http.scope), client_of(http), time.perf_counter()
@@ -229,6 +232,10 @@ class _Exchange:
         assert self._mark is not None
         if not (self._request.store and self._host.keeps):
             return self._begun(await self._submit(self._request))
+        if self.parsed.receipt is not None and not self.parsed.stream:
+            earlier = self._front.repeats.accepted(self._mark)
+            if earlier:
+                return await self._join(earlier, self.parsed.receipt)
         attempt, reply = await self._front.repeats.enter(self._mark, self.delivery, self._client)
         if reply is not None and reply.complete:
             attempt.end()
@@ -239,6 +246,7 @@ class _Exchange:
             )
         try:
             self.delivery.check()
+            attempt.accepted = self._request.id if self.parsed.receipt is not None else ""
             head = await self._submit(in_place_of(self._request, self._mark, reply))
         except BaseException as err:  # of any kind: a retry must not wait for this attempt
             attempt.end(err if isinstance(err, Rejection) else INTERNAL)
@@ -265,6 +273,8 @@ class _Exchange:
 
     def leave(self, *, ended: bool) -> None:
         """Release the model. ended: False cancels the answer, unless it goes on in the background."""
+        if self.accepted is not None:  # its own task does
+            return
         if self.head is not None and not ended:
             if self.delivery.background:
                 self.delivery.last.add_done_callback(partial(_closed, self._lease.pop_all()))
@@ -294,11 +304,47 @@ class _Exchange:
 
     async def _submit(self, request: Request) -> ResponseInfo:
         lost = partial(self._host.metrics.request_failed, CANCELLED, self._caller.name)
-        answering = InFlightAnswer(request, self.delivery, self.parsed.follow, lost)
-        self._answering = self._front.under_way.enter(answering)
+        answering, receipt = InFlightAnswer(request, self.delivery, self.parsed.follow, lost), self.parsed.receipt
         self._asked = time.perf_counter()
-        await self._engage(answering)
+        if receipt is None:
+            self._answering = self._front.under_way.enter(answering)
+            await self._engage(answering)
+            return answering.head
+        last, end = self.delivery.last, receipt.end
+        self._answering = self._front.under_way.enter(answering, lambda done: end(request, last.result(), done))
+        try:
+            await receipt.write(request)
+            answering.accepted = True
+        except BaseException as err:  # of any kind: followers must not wait for this answer
+            answering.fail(err if isinstance(err, Rejection) else INTERNAL)
+            raise
+        finally:
+            answering.noted.set()
+        self.accepted = receipt.body(self.parsed.headed(answering.head), "queued")
+        self._front.under_way.carry(self._go_on(answering))
         return answering.head
+
+    async def _go_on(self, answering: InFlightAnswer) -> None:
+        """Have an accepted request answered, whether or not its client is there. Raises nothing."""
+        try:
+            await self._engage(answering)
+        except Rejection as err:
+            self._host.metrics.request_failed(err.code, self._caller.name)
+        except Exception:
+            log.exception("request %s failed before it was answered", answering.head.label)
+            self._host.metrics.request_failed(INTERNAL.code, self._caller.name)
+        finally:
+            self.delivery.last.add_done_callback(partial(_closed, self._lease.pop_all()))
+
+    async def _join(self, id_: str, receipt: Receipt) -> ResponseInfo:
+        """Return the head of the answer that an earlier attempt of this request was accepted with. Raises Rejection."""
+        found = self._front.under_way.find(id_, self._caller.domain)
+        await found.noted.wait()
+        if not found.accepted:
+            raise found.end.error if isinstance(found.end, Failure) else INTERNAL
+        head = replace(found.head, replayed=True)
+        self.accepted = receipt.body(self.parsed.headed(head), "queued" if found.waits else "in_progress")
+        return self._begun(head)
 
     async def _again(self) -> None:
         """Submit the request again, which an engine gave back."""

@@ -83,6 +83,7 @@ class Attempt:
     def __init__(self, repeats: Repeats, mark: RequestIdentity) -> None:
         self.mark = mark
         self.ended = asyncio.Event()
+        self.accepted = ""  # the id of its answer, if that goes on without its client
         self._repeats = repeats
         self._generation = ""
 
@@ -115,6 +116,15 @@ class Repeats:
         # (time, id of the generation or "") by body, that which failed last at the end. Each allows one retry.
         self._failures: OrderedDict[bytes, deque[tuple[float, str]]] = OrderedDict()
         self._failed = 0  # failures in all
+
+    def accepted(self, mark: RequestIdentity) -> str:
+        """Return the id of the answer that an attempt under way was accepted with; "" without one. Raises Rejection."""
+        running = self._running.get(mark.key.digest, [])
+        if not mark.repeats or not running or (not mark.key.named and mark.key.digest in self._failures):
+            return ""
+        if running[-1].mark.key.body != mark.key.body:
+            raise _reused()
+        return running[-1].accepted
 
     async def enter(self, mark: RequestIdentity, delivery: Delivery, client: str) -> tuple[Attempt, Reply | None]:
         """Return a new attempt, which the caller ends, and the stored reply to the request that it repeats, or None.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from ssmd.api.generate.answer import Answer, ResponseInfo
 from ssmd.api.generate.delivery import Delivery
@@ -31,13 +33,17 @@ class InFlightAnswer:
     lost: Callable[[], None]  # counts it if its client leaves while no engine has it
     generation: Generation | MultiPrompt | None = None  # None until an engine has it
     stopped: bool = False
+    accepted: bool = False  # it was written down, and goes on without its client
+    noted: asyncio.Event = field(default_factory=asyncio.Event)  # set when `accepted` is known
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # set when its end is written down too
 
     @property
     def head(self) -> ResponseInfo:
         """Return the head of its response, as known now."""
         owner, generation = self.request.domain.owner, self.generation
         if generation is None:
-            return ResponseInfo(self.request.id, int(time.time()), self.request.session, owner)
+            created = int(time.time()) if self.request.created is None else self.request.created
+            return ResponseInfo(self.request.id, created, self.request.session, owner, cancel=self.cancel)
         asked = generation.asked
         head = ResponseInfo(asked.id, asked.created, asked.session, owner, cancel=self.cancel)
         return replace(head, usage=partial(generation.usage, True)) if isinstance(generation, Generation) else head
@@ -46,6 +52,11 @@ class InFlightAnswer:
     def deltas(self) -> Sequence[Sequence[Delta]]:
         """Return the deltas of each choice so far: the engine's own lists, which grow meanwhile."""
         return () if self.generation is None else self.generation.deltas
+
+    @property
+    def waits(self) -> bool:
+        """Return True until its engine works on it."""
+        return not isinstance(self.generation, Generation) or self.generation.progress.admitted is None
 
     @property
     def end(self) -> Event | None:
@@ -101,16 +112,38 @@ class InFlightAnswers:
     def __init__(self) -> None:
         self._answers: dict[str, InFlightAnswer] = {}
         self._changed: set[str] = set()  # conversations that a request changes
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def enter(self, answering: InFlightAnswer) -> InFlightAnswer:
-        """Add an answer. It is removed at its last event. Raises Rejection if its conversation is being changed."""
+    def enter(
+        self, answering: InFlightAnswer, end: Callable[[Callable[[], None]], None] | None = None
+    ) -> InFlightAnswer:
+        """Add an answer. It is removed at its last event. Raises Rejection if its conversation is being changed.
+
+        end: called at its last event with a function that removes it, in the event loop.
+        """
         id_, conversation = answering.request.id, answering.request.conversation
         if conversation is not None:
             self._change(conversation)
             answering.delivery.last.add_done_callback(lambda _: self._changed.discard(conversation))
         self._answers[id_] = answering
-        answering.delivery.last.add_done_callback(lambda _: self._answers.pop(id_, None))
+
+        def remove() -> None:
+            self._answers.pop(id_, None)
+            answering.settled.set()
+
+        answering.delivery.last.add_done_callback(lambda _: remove() if end is None else end(remove))
         return answering
+
+    def carry(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run the work of an answer that goes on without its client."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop itself holds a task only weakly
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def accepted(self) -> list[str]:
+        """List the ids of the answers that go on without their clients and have not ended."""
+        return [id_ for id_, one in self._answers.items() if one.accepted and one.end is None]
 
     @contextmanager
     def alone(self, conversation: str) -> Iterator[None]:

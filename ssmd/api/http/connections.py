@@ -52,6 +52,7 @@ _LOGGERS = (
     *("asyncio", "uvicorn.error"),
     *("ssmd.api.http.connections", "ssmd.api.http.security", "ssmd.api.generate.front"),
     *("ssmd.api.generate.delivery", "ssmd.api.generate.in_flight", "ssmd.api.own.sessions"),
+    "ssmd.api.openai.responses.background",
 )
 _BY_STRANGERS = {  # messages that any client can cause: how often a minute each is logged
     "socket.accept() out of system resource": 1,
@@ -65,6 +66,7 @@ _BY_STRANGERS = {  # messages that any client can cause: how often a minute each
     "request %s: the client went away": 30,
     "request %s: the client has not read": 30,
     "request %s: a follower has not read": 30,
+    "a follower of a response has not read": 30,
     "a client reads so slowly": 30,
 }
 

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from ssmd.api.generate.answer import Answer
+from ssmd.api.generate.delivery import departure
 from ssmd.api.generate.in_flight import InFlightAnswer
 from ssmd.api.http import sse
 from ssmd.api.http.keys import caller_of
@@ -49,7 +50,7 @@ class Follow:
             await stream.close()
             return
         with found.delivery.followed() as news:
-            left = asyncio.create_task(_departure(receive, news))
+            left = asyncio.create_task(departure(receive, news))
             try:
                 while found.generation is None and found.end is None and not left.done():
                     news.clear()
@@ -90,10 +91,3 @@ async def _follow(
             await stream.write(answer.failure(end.error))
             return
         await news.wait()
-
-
-async def _departure(receive: Receive, news: asyncio.Event) -> None:
-    """Wait until the client is gone, then set `news`."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    news.set()

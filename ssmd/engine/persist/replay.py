@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -10,6 +10,9 @@ from ssmd.engine.decode.choice import Choice
 from ssmd.engine.decode.generation import GenerationInput
 from ssmd.engine.request import LEAST_LOGPROB, CallDelta, Delta, Event, Finish, TokenLogprob, Usage, joined
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
+from ssmd.text.messages import ToolCall
+
+TEXT, REASONING, CALL = 0, 1, 2  # kinds of deltas in `cuts_of`
 
 
 def keep(asked: GenerationInput, choices: Sequence[Choice], done: Finish, key: ReplyKey) -> NewReply:
@@ -24,16 +27,70 @@ def keep(asked: GenerationInput, choices: Sequence[Choice], done: Finish, key: R
             "logprobs": [[_to_json(entry) for entry in choice.logprobs] for choice in choices],
             "said": [_said(choice) for choice in choices],
         }
-    return NewReply(key, complete, answer, _facts(asked, done))
+    return NewReply(key, complete, answer, _facts(asked, choices, done))
 
 
-def _facts(asked: GenerationInput, done: Finish) -> dict[str, Any] | None:
-    """Return the facts to keep with the answer's turn: those of its request, and how it went."""
+def _facts(asked: GenerationInput, choices: Sequence[Choice], done: Finish) -> dict[str, Any] | None:
+    """Return the facts to keep with the answer's turn: those of its request, and how it went.
+
+    A request whose facts have `cuts` gets there how its deltas cut the answer, so that they can be sent again.
+    """
     facts = asked.request.facts
     if facts is None:
         return None
-    how = {"created": asked.created, "begun": len(asked.prompt.begun), "usage": asdict(done.usage)}
+    how: dict[str, Any] = {"created": asked.created, "begun": len(asked.prompt.begun), "usage": asdict(done.usage)}
+    if "cuts" in facts:
+        how["cuts"] = cuts_of(choices[0].deltas)
     return {**facts, **how, "finish_reason": done.finish_reasons[0]}
+
+
+def cuts_of(deltas: Sequence[Delta]) -> list[list[int]]:
+    """Return the lengths of deltas in characters, in runs of one kind: [kind, length, length, ...].
+
+    kind: TEXT, REASONING, or CALL + the number of a call, whose first delta has its name. Empty deltas are left out,
+    but for those with log-probabilities: they make an event.
+    """
+    runs: list[list[int]] = []
+    for delta in deltas:
+        call, kind = delta.call, REASONING if delta.reasoning else TEXT
+        if call is not None:
+            kind = CALL + call.number
+        elif not delta.text and not delta.logprobs:
+            continue
+        if not runs or runs[-1][0] != kind or (call is not None and call.name):
+            runs.append([kind])
+        runs[-1].append(len(delta.text if call is None else call.arguments))
+    return runs
+
+
+def cut_again(
+    runs: Sequence[Sequence[int]], text: str, reasoning: str, calls: Sequence[ToolCall]
+) -> Iterator[Delta] | None:
+    """Return the deltas of an answer as `cuts_of` found them, without log-probabilities; None if they do not fit it."""
+    whole = {TEXT: text, REASONING: reasoning, **{CALL + i: call.arguments for i, call in enumerate(calls)}}
+    lengths = dict.fromkeys(whole, 0)
+    for kind, *cuts in runs:
+        if kind not in lengths:
+            return None
+        lengths[kind] += sum(cuts)
+    named = {kind for kind, *_ in runs if kind >= CALL}
+    if len(named) != len(calls) or any(lengths[kind] != len(said) for kind, said in whole.items()):
+        return None
+    return _cut(runs, whole, calls)
+
+
+def _cut(runs: Sequence[Sequence[int]], whole: Mapping[int, str], calls: Sequence[ToolCall]) -> Iterator[Delta]:
+    at = dict.fromkeys(whole, 0)
+    for kind, *cuts in runs:
+        for i, length in enumerate(cuts):
+            first, at[kind] = at[kind], at[kind] + length
+            said = whole[kind][first : at[kind]]
+            if kind < CALL:
+                yield Delta(0, said, reasoning=kind == REASONING)
+            else:
+                call = calls[kind - CALL]
+                named = (call.id, call.name) if i == 0 else ("", "")
+                yield Delta(0, "", call=CallDelta(kind - CALL, *named, said))
 
 
 def events(reply: Reply) -> list[Event]:

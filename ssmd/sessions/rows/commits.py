@@ -75,6 +75,7 @@ def write(
     if reply is not None:
         replies.insert_reply(connection, reply, new, state_stored=ends_placed(new, checkpoints, placed))
         if reply.facts is not None:
+            replies.drop_receipt(connection, new[0].id)
             paths.note(connection, new[0])
             if reply.complete and "conversation" in reply.facts:
                 conversations.append(connection, new[0], reply.facts)

@@ -16,7 +16,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-TEXT_TABLES = ("session", "turn", "reply")
+TEXT_TABLES = ("session", "turn", "reply", "receipt")
 PAGES_AT_ONCE = 2048  # pages rewritten in one go, 32 MiB: one to two seconds, in which nothing else can be written
 IDLE_WAIT_MS = 200  # longest wait for readers when no request waits for the erasure
 _LEAF, _INTERIOR = 0x0D, 0x05  # pages of a table's b-tree: https://www.sqlite.org/fileformat2.html#b_tree_pages

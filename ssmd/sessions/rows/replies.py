@@ -11,10 +11,12 @@ from typing import Any
 import xxhash
 from sqlalchemy import Connection, String, bindparam, delete, func, insert, select, type_coerce, update
 
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import holding, tree
 from ssmd.sessions.rows.excerpts import blocks_of
+from ssmd.sessions.rows.schema import receipt as receipt_table
 from ssmd.sessions.rows.schema import reply as reply_table
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
@@ -36,6 +38,7 @@ _NEW = insert(reply_table)
 _FACTS = bytes(32)  # in place of a body's hash: the row has facts of a turn, and answers no request
 _ALL_FACTS = _TOLD.where(_r.key.in_(bindparam("digests", expanding=True)))
 _MANY = 500  # turns asked for at once
+MAX_RECEIPTS = 1_000  # of requests that ended without a turn; of more the oldest are forgotten
 
 
 def find_reply(connection: Connection, key: ReplyKey) -> Reply | None:
@@ -163,6 +166,45 @@ def update_reply(connection: Connection, reply: NewReply, turns: Sequence[NewTur
     gone = connection.execute(_WITH, {"digest": reply.key.digest, "turn": turns[0].id})
     if gone.rowcount:
         insert_reply(connection, reply, turns, state_stored=state_stored)
+
+
+def read_receipt(connection: Connection, turn: str, domain: Domain) -> Mapping[str, Any] | None:
+    """Return the facts of a request that was accepted and has no turn; None if there is no such one, or altered."""
+    c = receipt_table.c
+    row = connection.execute(select(c.owner, c.facts).where(c.turn == turn)).one_or_none()
+    if row is None or not domain.has(row.owner):
+        return None
+    try:
+        facts = json.loads(row.facts)
+        sound = facts.pop("seal") == _receipt_seal(turn, row.owner, facts)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
+    return facts if sound else None
+
+
+def write_receipt(connection: Connection, turn: str, owner: str, facts: Mapping[str, Any], keep: Sequence[str]) -> None:
+    """Write that a request was accepted. Forget receipts beyond MAX_RECEIPTS, but those of the turns in `keep`."""
+    c = receipt_table.c
+    said = json.dumps({**facts, "seal": _receipt_seal(turn, owner, facts)}).encode()
+    row = {"turn": turn, "owner": owner, "created_at": _now(), "facts": said}
+    connection.execute(insert(receipt_table), row)
+    latest = select(c.turn).where(c.turn.not_in(keep), c.turn != turn).order_by(c.created_at.desc())
+    connection.execute(delete(receipt_table).where(c.turn.in_(latest.limit(-1).offset(MAX_RECEIPTS))))
+
+
+def end_receipt(connection: Connection, turn: str, owner: str, facts: Mapping[str, Any]) -> None:
+    """Write how a request ended without a turn, unless its receipt is gone."""
+    said = json.dumps({**facts, "seal": _receipt_seal(turn, owner, facts)}).encode()
+    connection.execute(update(receipt_table).where(receipt_table.c.turn == turn).values(facts=said))
+
+
+def drop_receipt(connection: Connection, turn: str) -> bool:
+    """Remove the receipt of a request, as its turn is written or nobody needs it. Returns True if there was one."""
+    return bool(connection.execute(delete(receipt_table).where(receipt_table.c.turn == turn)).rowcount)
+
+
+def _receipt_seal(turn: str, owner: str, facts: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps([turn, owner, facts], sort_keys=True).encode())
 
 
 def forget(connection: Connection, turns: Any) -> None:

@@ -189,6 +189,16 @@ reply = Table(
     Column("answer", JSON, nullable=False),  # beside the turns' own text: id, usage, log probabilities
 )
 
+# A request that was accepted and has no turn yet, or never got one. Its turn's commit removes it.
+receipt = Table(
+    "receipt",
+    metadata,
+    Column("turn", String(64), primary_key=True),  # the id that its turn has, once that is stored
+    Column("owner", String(64), nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("facts", LargeBinary, nullable=False),  # JSON: those of its request, and how it ended
+)
+
 total = Table(
     "total",
     metadata,

@@ -111,6 +111,10 @@ class Snapshot:
         """Return the facts that are kept with turns, by turn, for those that have some."""
         return replies.read_facts(self._connection, turn_ids)
 
+    def receipt(self, turn_id: str) -> Mapping[str, Any] | None:
+        """Return the facts of a request that was accepted and has no turn of this id yet; None without one."""
+        return replies.read_receipt(self._connection, turn_id, self._domain)
+
     def is_leaf(self, turn_id: str) -> bool:
         """Return True if the turn is stored and no turn continues it."""
         return turns.is_leaf(self._connection, turn_id)

@@ -41,6 +41,11 @@ class ResponseForm:
     origins: Mapping[str, ToolOrigin]  # of the tools, by the name that the model knows
     encrypts: bool  # reasoning comes as `encrypted_content` too
 
+    @property
+    def background(self) -> bool:
+        """Return True if the response goes on without its client."""
+        return bool(self.echo.get("background"))
+
     def item(self, kind: str, id_: str, **fields: Any) -> Item:
         """Return an item of the output. id_: the digits of its id."""
         return {"id": f"{_PREFIXES[kind]}_{id_}", "type": kind, "status": "completed", **fields}
@@ -66,9 +71,13 @@ class ResponseForm:
 class ResponseAnswer(Answer):
     """A response. Its output is items: reasoning, a message, and calls."""
 
-    def __init__(self, form: ResponseForm, encoded: str, head: ResponseInfo) -> None:
-        """Begin an answer. encoded: the form's echo in JSON, made once as it may be long."""
-        self._form, self._head = form, head
+    def __init__(self, form: ResponseForm, encoded: str, head: ResponseInfo, after: int = -1) -> None:
+        """Begin an answer. encoded: the form's echo in JSON, made once as it may be long.
+
+        after: the number of the last event that its client has; those up to it are made, and not sent.
+        """
+        self._form, self._head, self.after = form, head, after
+        self._progresses = False  # it was sent that work has begun
         self._encoded = encoded
         self._digits = head.id.removeprefix(_GENERATION)
         self._sent = 0  # events
@@ -85,20 +94,37 @@ class ResponseAnswer(Answer):
             output.append(self._form.message(self._id(len(output)), choice.text, logprobs))
         for call in choice.calls:
             output.append(self._form.call(self._id(len(output)), call.id, call.name, call.arguments))
-        status, why = ending(choice.finish_reason, usage)
-        if why is not None:
+        status, why = ending(choice.finish_reason, usage, background=self._form.background)
+        if status != "completed":
             output[-1] = {**output[-1], "status": "incomplete"}
         return self._joined(self._response(status, output, usage, why)).encode()
 
     def opening(self) -> Iterator[bytes]:
+        if self._form.background:  # it may wait for long; `response.in_progress` comes with the first word
+            yield self._about("created", "queued")
+            yield self._about("queued", "queued")
+            return
         yield self._about("created", "in_progress")
-        yield self._about("in_progress", "in_progress")
+        yield self._progress()
+
+    def _progress(self) -> bytes:
+        if self._progresses:
+            return b""
+        self._progresses = True
+        return self._about("in_progress", "in_progress")
 
     def delta(self, delta: Delta) -> bytes:
+        if delta.call is None and not delta.text and not delta.logprobs:
+            return b""
+        return self.part(delta)
+
+    def part(self, delta: Delta) -> bytes:
+        """Return the events of a delta, also of an empty one."""
+        return self._progress() + self._part(delta)
+
+    def _part(self, delta: Delta) -> bytes:
         call = delta.call
         if call is None:
-            if not delta.text and not delta.logprobs:
-                return b""
             kind = "reasoning" if delta.reasoning else "message"
             head = b"" if self._open is not None and self._open.kind == kind else self._close() + self._begin(kind)
             assert self._open is not None, "an item was begun"
@@ -123,15 +149,32 @@ class ResponseAnswer(Answer):
 
     def ending(self, finish_reasons: Sequence[FinishReason], usage: Usage) -> Iterator[bytes]:
         [reason] = finish_reasons
-        status, why = ending(reason, usage)
-        if (not self._output and self._open is None) or (self._open is not None and self._open.kind == "reasoning"):
-            yield self._close() + self._begin("message")
-        yield self._close("completed" if why is None else "incomplete")
-        yield self._about(status, status, usage, why)
+        yield from self.closing(*ending(reason, usage, background=self._form.background), usage)
+
+    def closing(
+        self, status: str, why: str | None, usage: Usage | None, completed_at: int | None = None
+    ) -> Iterator[bytes]:
+        """Yield the events after the last word. why: the reason of an incomplete response."""
+        empty = not self._output and self._open is None
+        if not (empty and status == "cancelled"):
+            yield self._progress()
+            if empty or (self._open is not None and self._open.kind == "reasoning"):
+                yield self._close() + self._begin("message")
+            yield self._close("completed" if status == "completed" else "incomplete")
+        event = "incomplete" if status == "cancelled" else status  # OpenAI has no event of its own for it
+        yield self._about(event, status, usage, why, completed_at=completed_at)
 
     def failure(self, error: Rejection) -> bytes:
         head = b"".join(self.opening()) if not self._sent else self._close("incomplete")
         return head + self._about("failed", "failed", error=error)
+
+    def at_least(self, number: int) -> None:
+        """Give the next event this number, or a higher one."""
+        self._sent = max(self._sent, number)
+
+    def object(self, status: str, error: Rejection | None = None) -> bytes:
+        """Return the response without an output, as JSON."""
+        return self._joined(self._response(status, [], error=error)).encode()
 
     def _id(self, index: int) -> str:
         return f"{self._digits}_{index}"
@@ -143,6 +186,7 @@ class ResponseAnswer(Answer):
         usage: Usage | None = None,
         why: str | None = None,
         error: Rejection | None = None,
+        completed_at: int | None = None,
     ) -> dict[str, Any]:
         """Return the response object without the fields of its request."""
         head, failed = self._head, None if error is None else {"code": error.code, "message": cut(error.message)}
@@ -151,7 +195,7 @@ class ResponseAnswer(Answer):
             "object": "response",
             "created_at": head.created,
             "status": status,
-            **({"completed_at": int(time.time())} if status == "completed" else {}),
+            **({"completed_at": completed_at or int(time.time())} if status == "completed" else {}),
             "error": failed,
             "incomplete_details": None if why is None else {"reason": why},
             "model": self._form.model,
@@ -167,9 +211,12 @@ class ResponseAnswer(Answer):
         usage: Usage | None = None,
         why: str | None = None,
         error: Rejection | None = None,
+        completed_at: int | None = None,
     ) -> bytes:
         """Encode an event with the whole response."""
-        response = self._joined(self._response(status, self._output, usage, why, error))
+        if self._sent <= self.after:  # it may be long
+            return self._encode(event, "")
+        response = self._joined(self._response(status, self._output, usage, why, error, completed_at))
         return self._encode(f"response.{event}", f'"response":{response}')
 
     def _joined(self, response: Mapping[str, Any]) -> str:
@@ -233,6 +280,8 @@ class ResponseAnswer(Answer):
 
     def _encode(self, event: str, fields: str) -> bytes:
         number, self._sent = self._sent, self._sent + 1
+        if number <= self.after:
+            return b""
         return f'event: {event}\ndata: {{"type":"{event}","sequence_number":{number},{fields}}}\n\n'.encode()
 
 
@@ -270,9 +319,13 @@ def usage_of(usage: Usage, head: ResponseInfo) -> dict[str, Any]:
     }
 
 
-def ending(reason: FinishReason, usage: Usage) -> tuple[str, str | None]:
-    """Return (status, the reason of an incomplete response)."""
-    if usage.stopped:
+def ending(
+    reason: FinishReason, usage: Usage, *, background: bool = False, complete: bool = True
+) -> tuple[str, str | None]:
+    """Return (status, the reason of an incomplete response). complete: False if it broke off."""
+    if background and usage.stopped:
+        return "cancelled", None
+    if usage.stopped or not complete:
         return "incomplete", "stopped"
     return ("incomplete", "max_output_tokens") if reason == "length" else ("completed", None)
 

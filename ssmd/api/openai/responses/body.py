@@ -87,13 +87,6 @@ def read_response(fields: Mapping[str, Any]) -> ResponsesBody:
             code="mutually_exclusive_parameters",
             param="conversation",
         )
-    if fields.get("background"):
-        raise Rejection(
-            "background: true is not supported here; leave it out and stream the answer, or ask "
-            "/v1/chat/completions, where an answer may go on when its client leaves",
-            code="unsupported_parameter",
-            param="background",
-        )
     return validate(ResponsesBody, without_refused(fields, REFUSED))
 
 
@@ -150,7 +143,7 @@ def to_request(
         tool_choice=choice,
     )
     echo = {
-        "background": False,
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from ssmd.api.generate.answer import ParsedRequest, Read
 from ssmd.api.http.keys import caller_of
 from ssmd.api.openai.fields import Fields
 from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
+from ssmd.api.openai.responses.background import Receipts
 from ssmd.api.openai.responses.body import (
     REFUSED,
     ResponseRequest,
@@ -42,7 +44,8 @@ def endpoint(on: Service) -> Endpoint:
 
     def read_for(domain: Domain) -> Read:
         history = History(None if on.store is None else on.store.of(domain))
-        return partial(_read, on.host, history, fields, truncate, keep_volatile)
+        receipts = None if on.store is None else Receipts(on, on.store.of(domain))
+        return partial(_read, on.host, history, receipts, fields, truncate, keep_volatile)
 
     return on.front_for(read_for)
 
@@ -76,9 +79,15 @@ class InputTokens(TextEndpoints):
 
 
 def _read(
-    host: Host, history: History, sorting: Fields, truncate: bool, keep_volatile: bool, fields: dict[str, Any]
+    host: Host,
+    history: History,
+    receipts: Receipts | None,
+    sorting: Fields,
+    truncate: bool,
+    keep_volatile: bool,
+    fields: dict[str, Any],
 ) -> ParsedRequest:
-    """Read a body's fields. truncate, keep_volatile: the settings. Raises Rejection."""
+    """Read a body's fields. receipts: None without a store. truncate, keep_volatile: the settings. Raises Rejection."""
     fields, ignored = sorting.sort(fields)
     body = read_response(fields)
     model = host.shelf.find(body.model)
@@ -108,6 +117,10 @@ def _read(
     if asked.conversation is not None and not (request.store and host.keeps):
         said = "conversation: a response with store: false is not kept, so it cannot be added; leave store out"
         raise Rejection(said, code="invalid_value", param="store")
+    if body.background and not (request.store and receipts is not None):
+        why = "leave store out" if receipts is not None else "this daemon runs with --no-store; leave background out"
+        said = f"background: true needs store: true, as the response is retrieved later; {why}"
+        raise Rejection(said, code="invalid_value", param="background")
     if request.store:
         facts = facts_of(form, instructed=asked.instructed)
         if asked.conversation is not None:
@@ -115,6 +128,8 @@ def _read(
         if len(echo) > MAX_KEPT_CHARS and len(encoded(facts["echo"])) > MAX_KEPT_CHARS:
             said = f"text and tool_choice have more than {MAX_KEPT_CHARS} characters, which a stored response keeps"
             raise Rejection(f"{said}; send store: false", code="invalid_value", param="text")
+        if body.background:
+            request, facts["cuts"] = replace(request, created=int(time.time())), []
         request = replace(request, facts=facts)
     written = partial(ResponseAnswer, form, echo)
     return ParsedRequest(
@@ -123,6 +138,8 @@ def _read(
         stream=bool(body.stream),
         answer=written,
         followed=written,
+        background=bool(body.background),
+        receipt=receipts.of(written) if body.background and receipts is not None else None,
         keep_alive_s=body.keep_alive,
         ignored=ignored,
         dropped=tuple(sorted(dropped)),

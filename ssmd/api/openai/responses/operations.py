@@ -39,6 +39,10 @@ _PAGE: dict[str, Schema] = {
     "order": {"enum": ["asc", "desc"], "default": "desc"},
     "after": {"type": "string"},
 }
+_RETRIEVAL: dict[str, Schema] = {
+    "stream": {"type": "boolean", "default": False},
+    "starting_after": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+}
 _CONVERSATION = "/v1/conversations/{id}"
 _RESPONSE = RequestBody(
     responses_body.ResponsesBody,
@@ -123,10 +127,12 @@ OPERATIONS = (
         lambda on: on.one(StoredResponses).get,
         "Responses",
         "A stored response",
-        about="a response that is stored, or under way",
+        about="a response that is stored, or under way, whole or as a stream of events",
         pool="store",
         answer="Response",
+        also=(EVENTS,),
         errors=GONE,
+        query=_RETRIEVAL,
         any_base=True,
     ),
     Operation(
@@ -146,8 +152,8 @@ OPERATIONS = (
         "/v1/responses/{id}/cancel",
         lambda on: on.one(StoredResponses).cancel,
         "Responses",
-        "Stop a response that is under way",
-        about="stops a response that is under way",
+        "Cancel a response in the background",
+        about="cancels a response [in the background](responses.md#in-the-background)",
         pool="store",
         answer="Response",
         errors=GONE,

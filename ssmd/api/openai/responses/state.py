@@ -10,17 +10,28 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ssmd.api.generate.answer import ResponseInfo
 from ssmd.api.generate.fair_reading import client_of
-from ssmd.api.generate.in_flight import locked
-from ssmd.api.http.body import brief, validate
+from ssmd.api.generate.in_flight import InFlightAnswer, locked
+from ssmd.api.http.body import StrictModel, brief, validate
 from ssmd.api.http.keys import caller_of
-from ssmd.api.openai.responses.answer import ResponseForm, ending, response_id, usage_of
+from ssmd.api.openai.responses.answer import ResponseForm, ending, usage_of
+from ssmd.api.openai.responses.background import (
+    EventResponse,
+    follow,
+    object_of_receipt,
+    object_under_way,
+    response_of,
+    retold,
+    retold_end,
+    write_all,
+)
 from ssmd.api.openai.responses.items import read_items
 from ssmd.api.openai.responses.stored import ITEM_ID, ConversationItems, Page, ResponseItems, given_in, output_of
 from ssmd.api.openai.responses.tools import ToolOrigin
@@ -73,7 +84,7 @@ class History:
             raise unknown
         try:
             with self._store.snapshot() as stored:
-                found, facts = _found(stored, turn)
+                found, facts = _answered(stored, turn, _PREVIOUS)
                 return _before(stored, turn, facts), found.session
         except UnknownSession:
             raise unknown from None
@@ -152,52 +163,104 @@ class History:
             )
 
 
+class Retrieval(StrictModel):
+    """Query parameters of a response that is retrieved."""
+
+    model_config = ConfigDict(strict=False)  # query parameters are text
+    stream: bool = False
+    starting_after: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+
 class StoredResponses:
     """The handlers."""
 
     def __init__(self, on: Service) -> None:
         self._store, self._pool, self._under_way = on.store, on.pool, on.under_way
+        self._stall_s, self._silence_s = on.stall_s, on.settings.stream_comment
 
     async def get(self, request: HttpRequest) -> Response:
-        """Answer with a response, also one that is under way."""
-        if request.query_params.get("stream") == "true":
-            said = "a stored response comes whole, not as a stream; leave stream out"
-            raise Rejection(said, code="unsupported_parameter", param="stream")
-        id_ = request.path_params["id"]
-        if (begun := self._begun(request)) is not None:
-            return JSONResponse(begun)
+        """Answer with a response, also one that is under way: whole, or as its events."""
+        known = {name: value for name, value in request.query_params.items() if name in Retrieval.model_fields}
+        asked = validate(Retrieval, known)
+        if not asked.stream:
+            return await self._whole(request)
+        after = -1 if asked.starting_after is None else asked.starting_after
+        begun = self._begun(request)
+        if begun is not None:
+            return EventResponse(partial(follow, begun, after), begun.head.headers, self._stall_s, self._silence_s)
+
+        def told(store: Store) -> EventResponse:
+            with store.snapshot() as stored:
+                id_ = _known(request.path_params["id"])
+                receipt = stored.receipt(id_)
+                if receipt is not None:
+                    events = retold_end(id_, receipt, after)
+                else:
+                    turn, facts = _found(stored, id_)
+                    first = stored.first(turn).content if facts.get("instructed") else None
+                    events = retold(turn, facts, first, after)
+            return EventResponse(partial(write_all, events), {}, self._stall_s, self._silence_s)
+
+        return await self._ask(request, told)
+
+    async def _whole(self, request: HttpRequest) -> Response:
+        id_, begun = request.path_params["id"], self._begun(request)
+        if begun is not None:
+            return Response(object_under_way(begun), media_type="application/json")
 
         def whole(store: Store) -> Response:
             with store.snapshot() as stored:
-                turn, facts = _found(stored, _known(id_))
+                turn_id = _known(id_)
+                receipt = stored.receipt(turn_id)
+                if receipt is not None:
+                    return Response(object_of_receipt(turn_id, receipt), media_type="application/json")
+                turn, facts = _found(stored, turn_id)
                 first = stored.first(turn).content if facts.get("instructed") else None
             return JSONResponse(_response(id_, turn, facts, first))
 
         return await self._ask(request, whole)
 
     async def delete(self, request: HttpRequest) -> Response:
+        """Delete a response. One in the background that is under way is cancelled first."""
         id_ = request.path_params["id"]
+        await self._stop(request)
 
         def remove(store: Store) -> Response:
+            turn_id = _known(id_)
             with store.snapshot() as stored:
-                turn, facts = _found(stored, _known(id_))
-            store.remove_turn(turn.id, {**facts, **_WITHDRAWN} if "conversation" in facts else _WITHDRAWN)
+                unanswered = stored.receipt(turn_id) is not None
+                turn, facts = (None, {}) if unanswered else _found(stored, turn_id)
+            if turn is None:
+                store.drop_receipt(turn_id)
+            else:
+                store.remove_turn(turn.id, {**facts, **_WITHDRAWN} if "conversation" in facts else _WITHDRAWN)
             return JSONResponse({"id": id_, "object": "response.deleted", "deleted": True})
 
         return await self._ask(request, remove)
 
     async def cancel(self, request: HttpRequest) -> Response:
-        """Stop a response that is under way. Its client gets what came so far."""
-        if (begun := self._begun(request)) is not None:
-            self._under_way.find(request.path_params["id"], caller_of(request.scope).domain).stop()
-            return JSONResponse({**begun, "status": "cancelled"})
+        """Stop a response in the background, and answer with it. One that has ended is returned as it is."""
+        refusal = Rejection("Cannot cancel a synchronous response.", code="invalid_value", param="response")
+        if not await self._stop(request) and self._begun(request) is not None:
+            raise refusal
 
-        def refuse(store: Store) -> Response:
+        def check(store: Store) -> None:
             with store.snapshot() as stored:
-                _found(stored, _known(request.path_params["id"]))
-            raise Rejection("Cannot cancel a response that has ended.", code="invalid_value", param="response")
+                turn_id = _known(request.path_params["id"])
+                if stored.receipt(turn_id) is None and not _found(stored, turn_id)[1]["echo"].get("background"):
+                    raise refusal
 
-        return await self._ask(request, refuse)
+        await self._ask(request, check)
+        return await self._whole(request)
+
+    async def _stop(self, request: HttpRequest) -> bool:
+        """Stop a response in the background, and wait until its end is stored. Returns False if none is under way."""
+        begun = self._begun(request)
+        if begun is None or not begun.accepted:
+            return False
+        begun.stop()
+        await begun.settled.wait()
+        return True
 
     async def input_items(self, request: HttpRequest) -> Response:
         """Answer with a page of the items that a response's model read, instructions left out."""
@@ -206,23 +269,18 @@ class StoredResponses:
 
         def listed(store: Store) -> Response:
             with store.snapshot() as stored:
-                turn, facts = _found(stored, _known(id_))
+                turn, facts = _answered(stored, _known(id_), None)
                 return ResponseItems(stored, turn.id, facts).page(page)
 
         return await self._ask(request, listed)
 
-    def _begun(self, request: HttpRequest) -> dict[str, Any] | None:
+    def _begun(self, request: HttpRequest) -> InFlightAnswer | None:
         """Return a response that is under way; None if there is no such one."""
         try:
             found = self._under_way.find(request.path_params["id"], caller_of(request.scope).domain)
         except Rejection:
             return None
-        facts = found.request.facts
-        if facts is None:
-            return None
-        about = {"id": response_id(found.request.id), "object": "response", "created_at": found.head.created}
-        ends: Item = {"error": None, "incomplete_details": None, "output": [], "usage": None, "tools": []}
-        return {**facts["echo"], **about, **ends, "status": "in_progress", "model": facts["model"], "store": True}
+        return None if found.request.facts is None else found
 
     async def _ask(self, request: HttpRequest, work: Callable[[Store], Result]) -> Result:
         """Run work that blocks on the store in a thread, when it is the client's turn. Raises Rejection."""
@@ -291,6 +349,18 @@ def _found(stored: Snapshot, turn_id: str) -> tuple[Turn, Mapping[str, Any]]:
     return turn, facts
 
 
+def _answered(stored: Snapshot, turn_id: str, param: str | None) -> tuple[Turn, Mapping[str, Any]]:
+    """Return the same. Raises Rejection too, if the response has no answer yet, or never got one."""
+    if stored.receipt(turn_id) is not None:
+        raise Rejection(
+            f"Response with id {response_of(turn_id)} has no answer: it is still under way, was cancelled or failed. "
+            "Retrieve it to see its status, and send this again once it is completed.",
+            code="response_not_completed",
+            param=param,
+        )
+    return _found(stored, turn_id)
+
+
 def _turn_id(id_: str) -> str | None:
     """Return the id of the turn that a response of this id is stored as; None for an id of another form."""
     found = _ID.fullmatch(id_)
@@ -312,9 +382,10 @@ def _why(store: Store | None) -> str:
 def _response(id_: str, turn: Turn, facts: Mapping[str, Any], instructions: str | None) -> dict[str, Any]:
     """Return a stored response as it was answered; its tools are not kept."""
     usage = Usage(**facts["usage"])
-    status, why = ending(facts["finish_reason"], usage) if turn.complete else ("incomplete", "stopped")
+    background = bool(facts["echo"].get("background"))
+    status, why = ending(facts["finish_reason"], usage, background=background, complete=turn.complete)
     output = list(output_of(turn, facts))
-    if why is not None and output:
+    if status != "completed" and output:
         output[-1] = {**output[-1], "status": "incomplete"}
     head = ResponseInfo(id_, facts["created"], turn.session)
     return {

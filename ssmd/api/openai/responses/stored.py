@@ -303,16 +303,20 @@ def given_in(turn: Turn, facts: Facts) -> Iterator[Item]:
 
 def said_as(content: str, answer: Message, form: ResponseForm, digits: str) -> Iterator[Item]:
     """Yield the items of an answer. content: its text. digits: of their ids."""
-    count = 0
+    count, text = 0, said_text(content)
     if answer.reasoning:
         yield form.reasoning(f"{digits}_0", answer.reasoning)
         count = 1
-    text = content.rpartition(THINK_END)[2].lstrip("\n") if THINK_END in content else content
     if text or not answer.tool_calls:
         yield form.message(f"{digits}_{count}", text)
         count += 1
     for i, call in enumerate(answer.tool_calls, count):
         yield form.call(f"{digits}_{i}", call.id, call.name, call.arguments)
+
+
+def said_text(content: str) -> str:
+    """Return the text of an answer without its reasoning."""
+    return content.rpartition(THINK_END)[2].lstrip("\n") if THINK_END in content else content
 
 
 def custom_calls(messages: Sequence[Message], facts: Facts) -> frozenset[str]:
