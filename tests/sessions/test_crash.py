@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from keeping import LINEAGE, assert_same, grown, ids_of, state_of, user
+from keeping import LINEAGE, Chat, assert_same, grown, ids_of, new_store, state_of, user
 from sqlalchemy import select
 from storewriter import SPEC
 
@@ -175,3 +176,40 @@ def test_two_processes_write_at_once(tmp_path: Path) -> None:
         assert writer.returncode == 0, complaints
         ledger.read(output)
     assert check(tmp_path / "store", ledger) > 20
+
+
+def header_of_log(store: Store) -> bytes:
+    """Read the salts and the number of a log: a log that begins anew has others."""
+    with store.file.with_name(f"{FILE}-wal").open("rb") as log:
+        return log.read(32)
+
+
+def test_a_commit_after_a_rest_finds_a_begun_log(tmp_path: Path) -> None:
+    """SQLite makes a new header durable before the frames: a second fsync, for which a client would wait."""
+    with closing(new_store(tmp_path / "store")) as store:
+        chat = Chat(store, "s", SPEC)
+        chat.say("t1", None, "hi", "hello")
+        full = header_of_log(store)
+        store.settle()
+        begun = header_of_log(store)
+        assert begun != full
+        chat.say("t2", "t1", "more", "sure")
+        assert header_of_log(store) == begun
+        store.settle()
+        again = header_of_log(store)
+        assert again != begun
+        store.settle()  # nothing was written since
+        assert header_of_log(store) == again
+
+
+def test_no_log_begins_beside_another_writer(tmp_path: Path) -> None:
+    with closing(new_store(tmp_path / "store")) as store:
+        chat = Chat(store, "s", SPEC)
+        chat.say("t1", None, "hi", "hello")
+        before = header_of_log(store)
+        with closing(sqlite3.connect(store.file, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            store.settle()
+            assert header_of_log(store) == before
+            other.execute("ROLLBACK")
+        assert chat.say("t2", "t1", "more", "sure").ends

@@ -6,7 +6,8 @@ Chosen by measurement (20 MB in rows of 4 MiB, one transaction, an ordinary clou
 costs 10 ms over NORMAL (34-45 ms against 21-24 ms), so a turn that was reported as stored survives a power cut too.
 Pages of 16 KiB write large rows 10 % faster than 4 KiB; 32 and 64 KiB gain another 15 % but make every small turn
 write two and four times as much. Moving the log into the file takes as long again as the commit, so commits do not do
-it (unless the log grows past 128 MiB): `settle` does, once the answer is out.
+it (unless the log grows past 128 MiB): `settle` does, once the answer is out. A log that was moved whole begins anew,
+and its header costs the next commit an fsync of its own: `settle` does that too.
 """
 
 from __future__ import annotations
@@ -356,7 +357,25 @@ def settle(engine: Engine, file: Path, *, idle: bool) -> None:
             erasure.erase(cursor, file, _open_file(engine).read, idle=idle)
             return
         _check_growth(cursor, file)
-        cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        ((busy, pages, moved),) = cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        if idle and not busy and pages == moved > 1:
+            _begin_log(cursor)
+
+
+def _begin_log(cursor: Any) -> None:
+    """Begin a log that was moved whole anew, with one page. Else the next commit has to make its header durable first.
+
+    Does nothing while another process writes, which begins it, or on a full disk.
+    """
+    (busy_ms,) = cursor.execute("PRAGMA busy_timeout").fetchone()
+    cursor.execute("PRAGMA busy_timeout=0").fetchall()
+    try:
+        cursor.execute(f"PRAGMA application_id={APPLICATION_ID}")  # the value that it has
+    except sqlite3.OperationalError as err:
+        if err.sqlite_errorcode & 0xFF not in erasure.NOT_NOW:
+            raise
+    finally:
+        cursor.execute(f"PRAGMA busy_timeout={busy_ms}").fetchall()
 
 
 def move_log(engine: Engine, file: Path) -> int:

@@ -20,7 +20,7 @@ TEXT_TABLES = ("session", "turn", "reply", "receipt")
 PAGES_AT_ONCE = 2048  # pages rewritten in one go, 32 MiB: one to two seconds, in which nothing else can be written
 IDLE_WAIT_MS = 200  # longest wait for readers when no request waits for the erasure
 _LEAF, _INTERIOR = 0x0D, 0x05  # pages of a table's b-tree: https://www.sqlite.org/fileformat2.html#b_tree_pages
-_NOT_NOW = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
+NOT_NOW = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
 
 
 def owe(connection: Connection) -> None:
@@ -58,7 +58,7 @@ def erase(cursor: Any, file: Path, read: Read, *, idle: bool) -> None:
             cursor.execute("PRAGMA user_version=0")
         cursor.execute("COMMIT")
     except sqlite3.OperationalError as err:
-        if err.sqlite_errorcode & 0xFF not in _NOT_NOW:
+        if err.sqlite_errorcode & 0xFF not in NOT_NOW:
             raise
         if cursor.connection.in_transaction:
             cursor.execute("ROLLBACK")
