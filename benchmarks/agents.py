@@ -1,7 +1,7 @@
 """Coding agents' conversations, made by rules from recorded shapes: the tokens that each request reads, and its writes.
 
     benchmarks/agents.py MODEL [--agents claude,opencode,pi,codex] [--scale 0.1] [--store-false]
-                               [--llama BINARY GGUF]
+                               [--llama BINARY GGUF] [--killed]
 
 MODEL: the name or folder of an artifact, whose context must hold the longest prompt: 25,000 tokens at scale 1. A shape
 (tests/data/agents) has lengths in tokens of the artifact's tokenizer, and the places that change; its text is made of
@@ -12,7 +12,8 @@ server could spare, as no earlier prompt or answer of the data directory begins 
 is by sums: 1.00 is the least. *TTFT* is by the client's clock; after a start, a kill and an unload it has the model's
 load in it. *CPU* and *written* (blocks, /proc/PID/io) include the daemon's work up to the next request. *on disk*:
 growth of the data directory. BINARY: llama-server, or a Python that has the wheel xllamacpp; with --llama it runs the
-same trace, and *llama read* is what it read.
+same trace, and *llama read* is what it read. With --killed there are two requests: a first turn and, after SIGKILL and
+a start, the next one. That takes a tenth of the time, for large models.
 """
 
 from __future__ import annotations
@@ -341,6 +342,17 @@ def trace(client: Client, agent: Agent, *, unloads: bool = True) -> None:
     steps(client, talk, "after compaction", 1)
 
 
+def killed(client: Client, agent: Agent) -> None:
+    """Send two turns of one conversation, with SIGKILL and a start between them."""
+    talk = Conversation(agent, {"session": "A", "edit": 0, "directory": 0, "day": 0})
+    for number, kind in enumerate(("first", "after kill -9")):
+        if number:
+            client.restart()
+        talk.say(agent.shape["words"][number], str(number))
+        steps(client, talk, kind, 0)
+        print(f"{agent.name}, {kind}: resume {client.rows[-1].resume}", flush=True)
+
+
 def in_turn(client: Client, agents: Sequence[Agent]) -> None:
     """Two agents, or more, take turns at one server."""
     talks = [Conversation(agent, {"session": "A", "edit": 0, "directory": 0, "day": 0}) for agent in agents]
@@ -417,9 +429,14 @@ def _line(
 
 
 def measure(
-    artifact: Path, words: Words, agents: Sequence[Agent], store: bool | None, pause_s: float = PAUSE_S
+    artifact: Path,
+    words: Words,
+    agents: Sequence[Agent],
+    store: bool | None,
+    pause_s: float = PAUSE_S,
+    run: Callable[[Client, Agent], None] = trace,
 ) -> list[Row]:
-    """Run the traces with daemons of one artifact. Returns a row for each request."""
+    """Run the traces with daemons of one artifact. Returns a row for each request. run: sends an agent's requests."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as at:
         for group in [[agent] for agent in agents] + ([list(agents[:2])] if len(agents) > 1 else []):
@@ -427,7 +444,7 @@ def measure(
             with DaemonProcess(artifact, data) as daemon:
                 client = Client(daemon, daemon.get("/v1/models")[1]["data"][0]["id"], data, store, pause_s)
                 if len(group) == 1:
-                    trace(client, group[0])
+                    run(client, group[0])
                 else:
                     in_turn(client, group)
                 rows += client.with_new(words)
@@ -461,6 +478,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
     parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds between requests")
     parser.add_argument("--store-false", action="store_true", help="`store: false` in all requests")
+    parser.add_argument("--killed", action="store_true", help="two turns, with SIGKILL between them; of one agent")
     parser.add_argument("--llama", nargs=2, type=Path, metavar=("BINARY", "GGUF"))
     parser.add_argument("--llama-context", type=int, default=32768, help="tokens")
     parser.add_argument("--llama-threads", type=int, default=os.cpu_count() or 1)
@@ -468,6 +486,8 @@ def main() -> None:
     names = asked.agents.split(",")
     if unknown := [name for name in names if name not in AGENTS]:
         parser.error(f"there is no shape {unknown[0]!r}; there are {', '.join(AGENTS)}")
+    if asked.killed and (len(names) > 1 or asked.llama):
+        parser.error("--killed takes one agent, and no --llama")
     settings = Settings()
     artifact = resolve(asked.model, settings.models_dir, settings.runtime, settings.device)
     words = Words(artifact / "tokenizer.json")
@@ -478,7 +498,8 @@ def main() -> None:
     if asked.llama is not None:
         binary, gguf = asked.llama
         peer = measure_llama(binary, gguf, words, agents, asked.llama_context, asked.llama_threads, asked.pause)
-    show(measure(artifact, words, agents, False if asked.store_false else None, asked.pause), peer)
+    run = killed if asked.killed else trace
+    show(measure(artifact, words, agents, False if asked.store_false else None, asked.pause, run), peer)
 
 
 if __name__ == "__main__":

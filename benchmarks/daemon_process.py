@@ -23,7 +23,7 @@ from ssmd.machine.folder import make_private
 from ssmd.model.artifact import MANIFEST
 from ssmd.model.made import note
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 SSMD = (sys.executable, "-m", "ssmd")
 
 

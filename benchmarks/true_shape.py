@@ -7,6 +7,8 @@ SHAPE: granite-4.0-h-350m, mamba2-130m or another model of scripts/models. The t
 meaning; time and memory do not depend on it. tiny-mamba2, tiny-granite and others have the few small layers of
 tests/tiny.py, a full vocabulary and a long context: for counts, which do not depend on the size.
 
+A line says how many weights it has, and the bytes of a conversation's state with keys and values in float16.
+
 With --build the checkpoint is written, built and removed again, and a line says what that took: the most memory of the
 build's process and its children together (resident, with mapped files), the most disk, and seconds. The bound of the
 memory is 1.2 times the artifact and 2 GB. It runs on Linux.
@@ -39,6 +41,8 @@ from ssmd.families.registry import family_of
 
 MODELS = Path(__file__).parent.parent / "scripts" / "models"
 SHAPES: dict[str, dict[str, Any]] = {f.stem: json.loads(f.read_text())["config"] for f in sorted(MODELS.glob("*.json"))}
+
+LENGTHS = (0, 1000, 8000, 100_000)  # tokens of conversations whose states' sizes are said
 
 SMALL: dict[str, dict[str, Any]] = {
     f"tiny-{name}": {"model_type": family, "vocab_size": 49152, **fields, "max_position_embeddings": 32768}
@@ -96,6 +100,9 @@ def write(shape: str, folder: Path, tokenizer: Path) -> None:
         for name, size in shapes.items():
             made = torch.from_numpy(weights.tensor(name, size)).to(torch.bfloat16)
             file.write(made.view(torch.int16).numpy().tobytes())
+    spec = family.plan(family.parse(config)).spec("float16")
+    state = ", ".join(f"{spec.nbytes_at(n) / 1e6:,.1f} MB at {n:,} tokens" for n in LENGTHS)
+    print(f"{shape}: {end / 2e6:,.0f} million weights; state {state}", flush=True)
 
 
 def measure(folder: Path, asked: str) -> str:

@@ -20,7 +20,7 @@ from ssmd.model.artifact import GOLDEN, Artifact, seal
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source
 from ssmd.refit.graphfile import Header, StrippedGraph
-from ssmd.refit.install import checked_tokenizer, fields_of, placed, save_texts
+from ssmd.refit.install import checked_tokenizer, config_of, fields_of, placed, save_texts
 from ssmd.refit.refit import RefitError, bounded, differences, differences_text, fits, refit
 from ssmd.runtime.info import info_of, infos, target_of
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime, prepare
@@ -99,6 +99,7 @@ def install(
     with placed(out) as made:
         with staged(progress, f"put the weights into the graph of {header.name} for {header.runtime}"):
             refit(graph, source, made)
+        config_of(family, source, progress)  # names what is left out
         with staged(progress, "hash the source"):
             lineage = source.lineage
         save_texts(source, made)

@@ -101,11 +101,14 @@ def differences(header: Header, config: Mapping[str, Any]) -> Differences:
     here = function(wanted)
     if function(config) == here:
         return {}
+    if family.text is not None:  # name the fields in the text model's object, which no message has room for
+        wanted, config = stable(family.text(wanted)), family.text(config)
 
     def matters(key: str) -> bool:
         changed = {k: v for k, v in {**wanted, key: config.get(key)}.items() if k in config or k != key}
+        whole = changed if family.text is None else {"model_type": family.name, "text_config": changed}
         try:
-            return function(changed) != here
+            return function(whole) != here
         except FamilyError:
             return True
 
@@ -188,7 +191,8 @@ def _check_tensors(source: Source, bindings: Mapping[str, Binding]) -> None:
     reads = {name: shape for binding in bindings.values() for name, shape in binding.reads.items()}
     for name, shape in reads.items():
         source.entry(name, shape)
-    if more := unused_tensors(source, bindings):
+    left_out = tuple(family_of(source.config).left_out)
+    if more := [name for name in unused_tensors(source, bindings) if not name.startswith(left_out)]:
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
         raise RefitError(
             f"{source.path} has the tensor {more[0]!r}{others}, which its config.json does not use: it is not the "

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from conftest import ROOT
 
 from ssmd.families import (
     bamba,
@@ -539,6 +540,30 @@ def test_qwen3_5_is_read_from_its_text_config() -> None:
     assert list(names) == ["model.language_model.embed_tokens.weight"]
     assert nested.unread(published()) == flat.unread(text) == ()
     assert nested.unread(published(new=1, text_config={**text, "newer": 2})) == ("new", "newer")
+
+
+def test_qwen3_5_0_8b_has_the_published_shapes() -> None:
+    """Of tensors as public code lists them, and a state that grows by 12,288 bytes a token."""
+    config = json.loads((ROOT / "scripts" / "models" / "qwen3.5-0.8b.json").read_text())["config"]
+    family = family_of(config)
+    parsed = family.parse(config)
+    assert family.unread(config) == ()
+    read = {n: shape for binding in family.bindings(parsed).values() for n, shape in binding.reads.items()}
+    layers = "model.language_model.layers."
+    linear, full = f"{layers}0.linear_attn.", f"{layers}3.self_attn."
+    expected = {
+        "model.language_model.embed_tokens.weight": (248_320, 1024),
+        layers + "23.mlp.down_proj.weight": (1024, 3584),
+        **{f"{linear}in_proj_{n}.weight": (rows, 1024) for n, rows in (("qkv", 6144), ("z", 2048), ("b", 16))},
+        linear + "conv1d.weight": (6144, 1, 4),
+        linear + "out_proj.weight": (1024, 2048),
+        **{f"{full}{n}_proj.weight": (rows, 1024) for n, rows in (("q", 4096), ("k", 512), ("v", 512))},
+    }
+    assert {name: read[name] for name in expected} == expected
+    spec = family.plan(parsed).spec("float16")
+    assert [t.layer for t in spec.tensors if t.kind == "key"] == [3, 7, 11, 15, 19, 23]
+    assert spec.nbytes_at(0) == 18 * (16 * 128 * 128 + 6144 * 3) * 4
+    assert spec.nbytes_at(1) - spec.nbytes_at(0) == 12_288
 
 
 @pytest.mark.parametrize(
