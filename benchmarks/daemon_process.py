@@ -23,7 +23,7 @@ from ssmd.machine.folder import make_private
 from ssmd.model.artifact import MANIFEST
 from ssmd.model.made import note
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0  # a busy machine takes a minute
 SSMD = (sys.executable, "-m", "ssmd")
 
 

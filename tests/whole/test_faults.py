@@ -9,6 +9,7 @@ from pathlib import Path
 import databases
 import interrupted
 import pytest
+from beginnings import Beginnings
 from conftest import TinyArtifacts
 from kills import Episode
 from mixed import Campaign
@@ -28,6 +29,18 @@ def test_kills_under_load(model: str, artifacts: TinyArtifacts, tmp_path: Path) 
     """Each answer that a client got is stored once, and is the answer of a daemon that was never killed."""
     name = Artifact.open(artifacts[model]).manifest.name
     episode = Episode(artifacts[model], name, "a", KILLS, tmp_path)
+    episode.run()
+    assert not episode.failures
+    assert episode.counts["turns compared"] > KILLS, "the kills left no client the time to finish anything"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quota", [(), ("--quota", "2MB")], ids=["", "small quota"])
+@pytest.mark.parametrize("model", ["granite-f32", "mamba2-groups-f32", "llama-f32"])
+def test_kills_among_beginnings(model: str, quota: tuple[str, ...], artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Sealed, marked, shared, shortened and warm: what clients were told is there, and no word of a sealed one."""
+    name = Artifact.open(artifacts[model]).manifest.name
+    episode = Beginnings(artifacts[model], name, "a", KILLS, tmp_path, quota)
     episode.run()
     assert not episode.failures
     assert episode.counts["turns compared"] > KILLS, "the kills left no client the time to finish anything"
