@@ -2,6 +2,7 @@
 
     benchmarks/agents.py MODEL [--agents claude,opencode,pi,codex] [--scale 0.1] [--store-false]
                                [--llama BINARY GGUF] [--killed]
+    benchmarks/agents.py MODEL --day 30 --quota 200MB [--agents …] [--scale 0.1] [--pause 0]
 
 MODEL: the name or folder of an artifact, whose context must hold the longest prompt: 25,000 tokens at scale 1. A shape
 (tests/data/agents) has lengths in tokens of the artifact's tokenizer, and the places that change; its text is made of
@@ -14,19 +15,25 @@ load in it. *CPU* and *written* (blocks, /proc/PID/io) include the daemon's work
 growth of the data directory. BINARY: llama-server, or a Python that has the wheel xllamacpp; with --llama it runs the
 same trace, and *llama read* is what it read. With --killed there are two requests: a first turn and, after SIGKILL and
 a start, the next one. That takes a tenth of the time, for large models.
+
+With --day so many conversations follow one another at one daemon, each of an agent by chance, in a session, a folder
+and at an edit of its own; after each of them an older one goes on. Below the table stand the states that went for lack
+of room, by if a request had ever gone on from them, and what `ssmd session check` says.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import sqlite3
 import statistics
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +45,8 @@ from tokenizers import Tokenizer
 
 from ssmd.config import Settings
 from ssmd.installed import resolve
+from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.rows.database import FILE
 
 Fields = dict[str, Any]
 
@@ -363,6 +372,66 @@ def in_turn(client: Client, agents: Sequence[Agent]) -> None:
             steps(client, talk, "in turn, first" if number == 0 else "in turn", 1)
 
 
+def day(client: Client, agents: Sequence[Agent], count: int) -> States:
+    """Hold a day's conversations. Returns the states that it left."""
+    drawn, talks, states = random.Random("day"), list[Conversation](), States(client.data)
+    for number in range(count):
+        agent = drawn.choice(agents)
+        words = agent.shape["words"]
+        place = {"edit": drawn.randrange(3), "directory": drawn.randrange(2), "day": 0}
+        talks.append(Conversation(agent, {"session": f"day {number}", **place}))
+        for kind, talk in (("new conversation", talks[-1]), ("older conversation", drawn.choice(talks[-8:]))):
+            talk.say(words[number % len(words)], f"{kind} {number}")
+            steps(client, talk, kind, 1)
+            states.look()
+    return states
+
+
+class States:
+    """The states in a data directory, and those that went since earlier looks."""
+
+    def __init__(self, data: Path) -> None:
+        self._file = data / FILE
+        self._used: dict[int, bool] = {}  # of each state that was seen: a request went on from it
+        self._there: set[int] = set()
+
+    def look(self) -> None:
+        with contextlib.closing(sqlite3.connect(f"file:{self._file}?mode=ro", uri=True)) as database:
+            found = dict(database.execute("SELECT id, last_used_at != created_at FROM checkpoint"))
+        self._used |= {number: bool(used) for number, used in found.items()}
+        self._there = set(found)
+
+    def __str__(self) -> str:
+        counts = Counter((used, number in self._there) for number, used in self._used.items())
+        went, stayed = ([counts[used, there] for used in (False, True)] for there in (False, True))
+        return (
+            f"{len(self._used)} states were seen. Of those that no request went on from {went[0]} went and {stayed[0]} "
+            f"stayed; of the others {went[1]} went and {stayed[1]} stayed"
+        )
+
+
+def measure_day(
+    artifact: Path, words: Words, agents: Sequence[Agent], count: int, quota: str, pause_s: float
+) -> list[Row]:
+    """Hold a day's conversations at one daemon with a quota. Returns a row for each request, and prints the rest."""
+    with tempfile.TemporaryDirectory() as at:
+        data = Path(at) / "data"
+        with DaemonProcess(artifact, data, "--quota", quota) as daemon:
+            client = Client(daemon, daemon.get("/v1/models")[1]["data"][0]["id"], data, None, pause_s)
+            states = day(client, agents, count)
+            rows = client.with_new(words)
+            stored = daemon.get("/ssmd/v1/metrics")[1]["sessions"]
+        size = (data / FILE).stat().st_size
+        print(f"{states}. The database has {size / 1e6:.1f} MB: {json.dumps(stored)}")
+        print("; ".join(map(str, check(data).damages)) or "ssmd session check: all sound", end="\n\n")
+    tokens, read = sum(row.prompt for row in rows), sum(row.prompt - row.cached for row in rows)
+    written = sum(row.written for row in rows)
+    print(
+        f"{written / tokens:,.0f} bytes written for a token of a prompt, {written / read:,.0f} for one that was read\n"
+    )
+    return rows
+
+
 def _part(text: str) -> Fields:
     return {"type": "text", "text": f"{text}\n"}
 
@@ -479,6 +548,8 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds between requests")
     parser.add_argument("--store-false", action="store_true", help="`store: false` in all requests")
     parser.add_argument("--killed", action="store_true", help="two turns, with SIGKILL between them; of one agent")
+    parser.add_argument("--day", type=int, metavar="COUNT", help="conversations, in place of the traces")
+    parser.add_argument("--quota", default="200MB", help="of the daemon with --day")
     parser.add_argument("--llama", nargs=2, type=Path, metavar=("BINARY", "GGUF"))
     parser.add_argument("--llama-context", type=int, default=32768, help="tokens")
     parser.add_argument("--llama-threads", type=int, default=os.cpu_count() or 1)
@@ -494,6 +565,10 @@ def main() -> None:
     agents = [Agent(name, words, asked.scale) for name in names]
     form = "store: false" if asked.store_false else "store as each agent has it"
     print(f"# agents: {artifact.parent.name}, {artifact.name}, lengths × {asked.scale}, {form}; {conditions()}\n")
+    if asked.day is not None:
+        print(f"{asked.day} conversations, quota {asked.quota}")
+        show(measure_day(artifact, words, agents, asked.day, asked.quota, asked.pause))
+        return
     peer = None
     if asked.llama is not None:
         binary, gguf = asked.llama

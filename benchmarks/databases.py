@@ -31,7 +31,7 @@ from talkers import SESSIONS, Told, told_by
 
 from ssmd.app import create_app
 from ssmd.config import Settings
-from ssmd.model.artifact import Artifact
+from ssmd.model.artifact import MANIFEST, Artifact
 from ssmd.runtime.protocol import Program, get_runtime
 from ssmd.sessions.fsck.repair import CheckReport, check, repair
 from ssmd.sessions.rows.database import FILE
@@ -222,7 +222,9 @@ def lone_bias(artifact: Path) -> dict[str, float]:
     model = json.loads((artifact / "tokenizer.json").read_text())["model"]
     merged = {part for pair in model["merges"] for part in (pair.split() if isinstance(pair, str) else pair)}
     lone = {token for token in map(chr, range(33, 127)) if token in model["vocab"] and token not in merged}
-    return {str(number): -100.0 for token, number in model["vocab"].items() if token not in lone}
+    allowed = {number for token, number in model["vocab"].items() if token in lone}
+    padded = json.loads((artifact / MANIFEST).read_text())["vocabulary"]  # ids of no token have no text
+    return {str(number): -100.0 for number in range(padded) if number not in allowed}
 
 
 def far(told: list[Any], right: list[Any]) -> float:

@@ -1,13 +1,13 @@
 """The fault campaign: kills of the daemon and of commands, altered session files, damaged databases, all counted.
 
-    benchmarks/faults.py kills|background|commands|files|databases [--count N] [--seed S] [--state DIR] [--jobs N]
-                         [--only CASE[:COUNT]]
+    benchmarks/faults.py kills|beginnings|background|commands|files|databases [--count N] [--seed S] [--state DIR]
+                         [--jobs N] [--only CASE[:COUNT]]
 
 What a seed injects is always the same, but for the moments of kills. The work goes on in units, each a process of its
 own, whose outcome stands in DIR (default: .cache/faults): the same command goes on where it was cut off. With --only
 some cases run again, alone, and print what they found; the data of what failed stay under DIR. Cases of `kills` are
-in episodes of 25, which begin at multiples of that, and those of `background` in episodes of 10. Each 20 cases of
-`commands` are kills of one command.
+in episodes of 25, which begin at multiples of that; those of `beginnings` and `background` in episodes of 10. Each 20
+cases of `commands` are kills of one command.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -35,7 +36,7 @@ from daemon_process import conditions
 from ssmd.model.artifact import Artifact
 
 ROOT = Path(__file__).parents[1]
-KILLS = 25  # of an episode
+KILLS, FEW_KILLS = 25, 10  # of an episode
 MODELS = ("mamba", "granite", "llama", "bamba-last")  # a pure SSM, hybrids, a transformer; tiny, of tests/tiny.py
 UNIT_TIMEOUT_S = 1200
 
@@ -50,6 +51,7 @@ class Part:
     size: int
     count: int
     run: Callable[[Path, int, int, str, Path], Outcome]
+    models: tuple[str, ...] = MODELS
 
 
 def kills(path: Path, first: int, count: int, seed: str, folder: Path) -> Outcome:
@@ -64,6 +66,16 @@ def background(path: Path, first: int, count: int, seed: str, folder: Path) -> O
     from background import Episode
 
     episode = Episode(path, Artifact.open(path).manifest.name, f"{seed}:{first}", count, folder)
+    episode.run()
+    return episode.counts, episode.failures
+
+
+def beginnings(path: Path, first: int, count: int, seed: str, folder: Path) -> Outcome:
+    from beginnings import SMALL, Beginnings
+
+    number = first // FEW_KILLS
+    quota = ("--quota", SMALL) if random.Random(f"{seed}:{number} quota").random() < 0.5 else ()
+    episode = Beginnings(path, Artifact.open(path).manifest.name, f"{seed}:{number}", count, folder, quota)
     episode.run()
     return episode.counts, episode.failures
 
@@ -88,6 +100,7 @@ def commands(path: Path, first: int, count: int, seed: str, folder: Path) -> Out
 
 PARTS = {
     "kills": Part(KILLS, 1_000, kills),
+    "beginnings": Part(FEW_KILLS, 90, beginnings, ("granite", "mamba2-groups", "llama")),
     "background": Part(10, 100, background),
     "commands": Part(20, 240, commands),
     "files": Part(1_000, 20_000, files),
@@ -134,7 +147,7 @@ def main() -> None:
 def one(part: Part, first: int, count: int, seed: str, folder: Path) -> Outcome:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    artifact = opened()[f"{MODELS[first // part.size % len(MODELS)]}-f32"]
+    artifact = opened()[f"{part.models[first // part.size % len(part.models)]}-f32"]
     counts, failures = part.run(artifact, first, count, seed, folder)
     if not failures:
         shutil.rmtree(folder)

@@ -39,17 +39,26 @@ ROWS = (
 class Episode:
     """One data directory, its clients and its kills. counts, failures: its results."""
 
+    rows = ROWS
+    served_by: type[DaemonProcess] = DaemonProcess
+
     def __init__(self, artifact: Path, model: str, seed: str, kills: int, folder: Path) -> None:
         self.artifact, self.kills, self.folder = artifact, kills, folder
         self.rng = random.Random(seed)
-        self.counts = Counter[str](dict.fromkeys(ROWS, 0))
+        self.counts = Counter[str](dict.fromkeys(self.rows, 0))
         self.failures: list[str] = []
         self.line = Line(model, plain_bias(artifact))
-        self.daemon = DaemonProcess(artifact, folder / "data", "--threads", "1")
-        self.talkers = [
-            Talker(f"c{i}", random.Random(f"{seed}:{i}"), self.line, self.failures.append) for i in range(CLIENTS)
-        ]
+        self.daemon = self.served_by(artifact, folder / "data", "--threads", "1", *self.options())
+        self.talkers = self.clients(seed)
         self._healthy_s = 1.0
+
+    def options(self) -> tuple[str, ...]:
+        """Return options of the daemon that is killed."""
+        return ()
+
+    def clients(self, seed: str) -> list[Talker]:
+        """Return the clients, each of which has a thread."""
+        return [Talker(f"c{i}", random.Random(f"{seed}:{i}"), self.line, self.failures.append) for i in range(CLIENTS)]
 
     def run(self) -> None:
         threads = [threading.Thread(target=t.run, daemon=True) for t in self.talkers]
@@ -91,13 +100,17 @@ class Episode:
         self.daemon.start()
         self._healthy_s = 0.8 * self._healthy_s + 0.2 * (time.monotonic() - started)
         self.line.up(self.daemon.port)
-        time.sleep(self.rng.uniform(0, 1.0))
+        self.wait_under_load()
         if moment == "during a commit":
             self._wait_for_a_write(self.rng.choice([0, 0, 0.001, 0.003]))
         elif moment == "as an answer ends":
-            self.line.wait_for_an_answer(2)
+            self.line.wait_for_answers(1, 2)
         self.line.down()
         self.daemon.kill()
+
+    def wait_under_load(self) -> None:
+        """Wait for a random time, while the clients ask."""
+        time.sleep(self.rng.uniform(0, 1.0))
 
     def _wait_for_a_write(self, then_s: float) -> None:
         log = self.folder / "data" / f"{FILE}-wal"
@@ -124,16 +137,16 @@ class Episode:
             self.counts["looks at what a kill left"] += 1
             if damages := check(copy).damages:
                 self.failures.append(f"not sound after a kill: {'; '.join(map(str, damages))}")
-            self._has_all(copy, "after a kill")
+            self.has_all(copy, "after a kill")
 
-    def _has_all(self, data: Path, when: str) -> None:
+    def has_all(self, data: Path, when: str) -> None:
         """Check that confirmed turns are stored, only once if the request had a name, and removed ones are not."""
         told = [d for t in self.talkers for d in tuple(t.journal)]
         gone = {s for t in self.talkers for s in tuple(t.gone)}
         doomed = {s for t in self.talkers for s in tuple(t.doomed)}
         wanted, most = Counter[str](), Counter[str]()
         for done in told:
-            if done.told is not None and "imported" not in done.talk:
+            if done.told is not None and done.stores and "imported" not in done.talk:
                 wanted[done.question] += done.told.session not in doomed
                 most[done.question] += 1 if done.named else done.attempts
         there: dict[str, tuple[str, bool]] = {}
@@ -162,19 +175,20 @@ class Episode:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             self.failures.append(f"ssmd session check: {done.stdout} {done.stderr[-1500:]}")
-        self._has_all(self.folder / "data", "at the end")
+        self.has_all(self.folder / "data", "at the end")
 
     def compare(self) -> None:
         """Send all requests of the clients to the control, and compare its answers."""
-        with DaemonProcess(self.artifact, self.folder / "control", "--threads", "1") as control:
+        with self.served_by(self.artifact, self.folder / "control", "--threads", "1") as control:
             for talker in self.talkers:
                 try:
                     for done, told in replayed(control.port, self.line.model, talker.journal):
-                        self._compare(done, told)
+                        self.judge(done, told)
                 except AssertionError as err:
                     self.failures.append(f"client {talker.name}: the control refuses what was done: {err}")
 
-    def _compare(self, done: Done, control: Told) -> None:
+    def judge(self, done: Done, control: Told) -> None:
+        """Compare an answer with the control's."""
         told = done.told
         assert told is not None
         self.counts.update({"turns compared": 1, "that went on exactly": told.resume == "exact"})
@@ -209,7 +223,8 @@ def replayed(port: int, model: str, journal: list[Done]) -> Iterator[tuple[Done,
                 answer = ask(port, "POST", CHAT, body)
                 assert answer.status == 200, answer
                 told = told_by(answer.body, done.fields["stream"])
-                sessions[done.talk] = told.session
+                if done.stores:
+                    sessions[done.talk] = told.session
                 yield done, told
         except Dead:
             raise RuntimeError("the control died") from None

@@ -4,9 +4,10 @@
                        [--every 60] [--trace] [--keep DIR]
 
 MODEL: an artifact's name or path, default smollm2. In the mixed load clients chat, go on, go away, repeat requests, and
-ask for shapes, new grammars and tools. They send what is refused, and list, rename, export and remove sessions. The
-costly load is grammars near the limits of a trial, each a new one, and long prompts that are left. The quota is reached
-early, so that states are replaced all the time. A round is --minutes of load, then --idle minutes without a request.
+ask for shapes, new grammars and tools, by all protocols. They send what is refused, list, rename, export and remove
+sessions, and have the model unloaded. The costly load is grammars near the limits of a trial, each a new one, and long
+prompts that are left. The quota is reached early, so that states are replaced all the time. A round is --minutes of
+load, then --idle minutes without a request.
 
 Every --every seconds the daemon's figures are printed: resident memory (anonymous and of files), and of glibc's
 allocator what it has of the system, what of it is free, and its arenas. Below the table stand the objects of ssmd's
@@ -20,6 +21,7 @@ tenth of the run and its end are printed.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -188,6 +190,7 @@ class Traffic:
     def until(self, over: threading.Event) -> None:
         kinds = [self._chat] * 6 + [self._leave, self._repeat, self._shape, self._tools, self._refused, self._raw]
         kinds += [self._lists, self._changes, self._words, self._grammar, self._long]
+        kinds += [self._responses, self._conversations, self._messages, self._ollama] * 2 + [self._unload]
         if self._load == "costly":
             kinds = [self._costly] * 3 + [self._long]
         while not over.is_set():
@@ -307,6 +310,51 @@ class Traffic:
         if self._rng.random() < 0.7:
             self._ask("DELETE", path)
 
+    def _responses(self) -> None:
+        """Ask twice, the second time after the first answer, by its id. Perhaps leave, and remove the first."""
+        body = self._body(input=self._text(), instructions=self._text(), store=self._rng.random() < 0.7)
+        del body["max_tokens"]
+        status, answer = self._ask("POST", "/v1/responses", {**body, "max_output_tokens": 12})
+        if status != 200 or not body["store"]:
+            return
+        first = json.loads(answer)["id"]
+        more = {**body, "max_output_tokens": 60, "previous_response_id": first, "stream": True}
+        self._ask("POST", "/v1/responses", more, most=self._rng.choice([-1, 300]))
+        if self._rng.random() < 0.5:
+            self._ask("DELETE", f"/v1/responses/{first}")
+
+    def _conversations(self) -> None:
+        item = {"role": "user", "content": self._text()}
+        status, answer = self._ask("POST", "/v1/conversations", {"items": [item]})
+        if status != 200:
+            return
+        one = json.loads(answer)["id"]
+        body = {"model": self._model, "input": self._text(), "max_output_tokens": 12, "conversation": one}
+        for _ in range(2):
+            self._ask("POST", "/v1/responses", body)
+        self._ask("GET", f"/v1/conversations/{one}/items")
+        if self._rng.random() < 0.7:
+            self._ask("DELETE", f"/v1/conversations/{one}")
+
+    def _messages(self) -> None:
+        marked = {"type": "text", "text": self._text(), "cache_control": {"type": "ephemeral"}}
+        tool = {"name": "look", "input_schema": SHAPE}
+        said = [{"role": "user", "content": self._text()}]
+        more = {"tools": [tool], "tool_choice": {"type": self._rng.choice(["auto", "any"])}}
+        body = self._body(system=[marked], messages=said, stream=self._rng.random() < 0.5)
+        self._ask("POST", "/v1/messages", {**body, **(more if self._rng.random() < 0.5 else {})})
+
+    def _ollama(self) -> None:
+        said = [{"role": "user", "content": self._text()}]
+        options = {"num_predict": self._rng.randint(1, 24)}
+        stream = self._rng.random() < 0.7
+        body = {"model": self._model, "messages": said, "options": options, "stream": stream}
+        self._ask("POST", "/api/chat", body, most=self._rng.choice([-1, 200]) if stream else -1)
+
+    def _unload(self) -> None:
+        if self._rng.random() < 0.3:
+            self._ask("POST", f"/ssmd/v1/models/{self._model}/unload", {})
+
     def _words(self) -> None:
         self._ask("POST", "/tokenize", {"content": self._text(500)})
 
@@ -316,6 +364,8 @@ def sizes() -> Counter[str]:
     found: Counter[str] = Counter()
     for one in gc.get_objects():
         kind = type(one)
+        if kind is asyncio.Task:
+            found["asyncio.Task"] += not one.done()
         if not str(getattr(kind, "__module__", "")).startswith("ssmd."):
             continue
         name = f"{kind.__module__}.{kind.__qualname__}"

@@ -81,6 +81,7 @@ class Told:
     prompt: int
     resume: str
     stored: bool
+    state_stored: bool = True
 
 
 def told_by(body: bytes, streamed: bool) -> Told:
@@ -104,9 +105,8 @@ def told_by(body: bytes, streamed: bool) -> Told:
         finish = choice["finish_reason"]
     own = usage["ssmd"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Told(
-        text, tokens, finish, own["session"], cached, usage["prompt_tokens"], own["resume"], own["stored"]
-    )  # fmt: skip
+    prompt, stored = usage["prompt_tokens"], (own["stored"], own.get("state_stored", True))
+    return Told(text, tokens, finish, own["session"], cached, prompt, own["resume"], *stored)
 
 
 @dataclass
@@ -114,15 +114,20 @@ class Talk:
     """A conversation as a client knows it.
 
     session: of the daemon that may die. head: down to the turn written last. imported: it goes on by its id alone.
-    lost: a turn of it was not stored, and the client was told so.
+    lost: a turn of it was not stored, and the client was told so. own: fields of all its requests.
     """
 
     number: str
     session: str = ""
-    messages: list[dict[str, str]] = field(default_factory=list)
-    head: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    head: list[dict[str, Any]] = field(default_factory=list)
     imported: bool = False
     lost: bool = False
+    own: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stores(self) -> bool:
+        return bool(self.own.get("store", True))
 
     @property
     def questions(self) -> int:
@@ -136,7 +141,7 @@ class Done:
     what: str  # "turn", "fork", "delete"
     talk: str
     source: str = ""  # the talk that a fork begins with
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
     by_id: bool = False
     named: bool = False
@@ -146,7 +151,11 @@ class Done:
     @property
     def question(self) -> str:
         """The question: no two turns have the same one, except those that answer it again."""
-        return self.messages[-1]["content"] if self.messages else ""
+        return str(self.messages[-1]["content"]) if self.messages else ""
+
+    @property
+    def stores(self) -> bool:
+        return bool(self.fields.get("store", True))
 
 
 class Line:
@@ -180,14 +189,16 @@ class Line:
             self.moment["answers"] += 1
             self._changed.notify_all()
 
-    def wait_for_an_answer(self, within_s: float) -> None:
+    def wait_for_answers(self, count: int, within_s: float) -> None:
         with self._changed:
-            now = self.moment["answers"]
-            self._changed.wait_for(lambda: self.moment["answers"] > now, within_s)
+            last = self.moment["answers"] + count
+            self._changed.wait_for(lambda: self.moment["answers"] >= last, within_s)
 
 
 class Talker:
     """A client. journal: its confirmed actions. problems: errors that no client should see."""
+
+    most_questions = MOST_QUESTIONS
 
     def __init__(self, name: str, rng: random.Random, line: Line, fail: Callable[[str], None]) -> None:
         self.name, self.rng, self.line, self.fail = name, rng, line, fail
@@ -268,7 +279,7 @@ class Talker:
     def turn(self, talk: Talk, anew: bool = False) -> None:
         if anew and talk.messages[-1]["role"] == "assistant":
             messages = talk.messages[:-1]
-        elif talk.questions >= MOST_QUESTIONS:
+        elif talk.questions >= self.most_questions:
             self.edit(talk)
             return
         else:
@@ -277,6 +288,7 @@ class Talker:
         named, streamed = self.rng.random() < 0.6, self.rng.random() < 0.5
         sampled = {"temperature": self.rng.choice([0, 1.0, 1.0]), "seed": self.rng.randrange(1 << 30)}
         fields = {**sampled, "max_tokens": self.rng.randint(1, 7), "logit_bias": self.line.bias, "stream": streamed}
+        fields |= talk.own
         headers = {"Idempotency-Key": f"{talk.number}-{self.rng.getrandbits(64):x}"} if named else {}
         heard: list[Told] = []
 
@@ -297,14 +309,14 @@ class Talker:
         self.counts["answers given again"] += answer.replayed
         if answer.replayed and not named:
             self.fail(f"an answer to {talk.number} is called a repetition, and the request had no name")
-        if not told.stored:
+        if told.stored != talk.stores:
             self.counts["told that it was not stored"] += 1
             talk.lost = True
             return
         if by_id and told.session != talk.session:
             self.fail(f"{talk.number} was asked in session {talk.session} and answered in {told.session}")
         talk.messages = talk.head = [*messages, {"role": "assistant", "content": told.text}]
-        talk.session = told.session
+        talk.session = told.session if talk.stores else ""
         self.journal.append(
             Done("turn", talk.number, "", tuple(messages), fields, by_id, named, attempts, told)
         )  # fmt: skip
@@ -313,7 +325,7 @@ class Talker:
         """Go back some turns, and on from there."""
         ends = [i for i, m in enumerate(talk.messages) if m["role"] == "assistant"]
         talk.messages = talk.messages[: self.rng.choice(ends[:-1]) + 1] if len(ends) > 1 else talk.messages
-        if talk.questions < MOST_QUESTIONS:
+        if talk.questions < self.most_questions:
             self.turn(talk)
 
     def fork(self, talk: Talk) -> None:
@@ -322,7 +334,7 @@ class Talker:
             self.fail(f"fork of {talk.number}: {answer.status} {answer.body!r}")
             return
         self._talks += 1
-        fork = Talk(f"{self.name}.{self._talks}", answer.json["id"], talk.head, talk.head)
+        fork = Talk(f"{self.name}.{self._talks}", answer.json["id"], talk.head, talk.head, own=talk.own)
         self.talks.append(fork)
         self.journal.append(Done("fork", fork.number, talk.number, attempts=attempts))
         self.counts["forks"] += 1
@@ -342,9 +354,10 @@ class Talker:
             self.fail(f"import of {was.number}: {answer.status} {answer.body!r}")
             return
         self.counts["imports"] += 1
-        talk = Talk(f"{was.number} imported", answer.json["id"], was.messages, was.messages, imported=True)
+        number = f"{was.number} imported"
+        talk = Talk(number, answer.json["id"], was.messages, was.messages, imported=True, own=was.own)
         self._look(talk)
-        if was.session in {t.session for t in self.talks} and was.questions < MOST_QUESTIONS:
+        if was.session in {t.session for t in self.talks} and was.questions < self.most_questions:
             self.turn(talk)
         self._remove(talk)
 
@@ -381,7 +394,7 @@ def plain_bias(artifact: Path) -> dict[str, float]:
     return {str(n): -100.0 for token, n in vocabulary.items() if not ascii_bytes.issuperset(map(ord, token)) or n < 3}
 
 
-def body_of(model: str, messages: Sequence[dict[str, str]], fields: dict[str, Any]) -> dict[str, Any]:
+def body_of(model: str, messages: Sequence[dict[str, Any]], fields: dict[str, Any]) -> dict[str, Any]:
     usage = {"stream_options": {"include_usage": True}} if fields.get("stream") else {}
     return {"model": model, "messages": list(messages), "logprobs": True, "top_logprobs": 20, **fields, **usage}
 
@@ -393,9 +406,15 @@ def is_whole(file: bytes) -> bool:
     return bool(hashlib.sha256(file.replace(said.encode(), NO_HASH, 1)).hexdigest() == said)
 
 
-def is_in(messages: Sequence[dict[str, str]], turns: Sequence[dict[str, Any]]) -> bool:
+def text_of(message: dict[str, Any]) -> str:
+    """Return a message's text: its parts joined."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def is_in(messages: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> bool:
     """Return True if a path of a session's tree is this conversation, word for word."""
-    said = [(m["role"], m["content"]) for m in messages]
+    said = [(m["role"], text_of(m)) for m in messages]
     paths: dict[str, list[tuple[str, str]]] = {}
     for turn in turns:
         own = [(m["role"], m["content"]) for m in turn["messages"]]

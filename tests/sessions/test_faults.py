@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from sqlalchemy import event, text
 
 from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.files.transfer import export_session
+from ssmd.sessions.rows import database
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.faults import ReplacedFile
 from ssmd.sessions.rows.schema import session as session_table
@@ -48,6 +50,32 @@ def whole(folder: Path, *turns: str) -> None:
     with raw(folder) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert [t for (t,) in connection.execute("SELECT id FROM turn ORDER BY seq")] == list(turns)
+
+
+def test_threads_wait_longer_than_for_processes(tmp_path: Path) -> None:
+    """A removal that takes longer than SQLite's wait fails no other request of the daemon."""
+    new_store(tmp_path / "data").close()
+    store = Store.open(tmp_path / "data", busy_ms=20)
+    Chat(store, "s").say("t1", None, "hi", "hello")
+    with ThreadPoolExecutor(1) as pool:
+        with store.writing():
+            removal = pool.submit(store.delete, "s")
+            with pytest.raises(TimeoutError):
+                removal.result(0.3)
+        removal.result(30)
+    assert store.sessions() == []
+    store.close()
+
+
+def test_a_write_without_end_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new_store(tmp_path / "data").close()
+    monkeypatch.setattr(database, "WRITER_PATIENCE_S", 0.05)
+    store = Store.open(tmp_path / "data")
+    with ThreadPoolExecutor(1) as pool, store.writing():
+        removal = pool.submit(store.delete, "s")
+        with pytest.raises(StoreError, match="another request has been writing for"):
+            removal.result(30)
+    store.close()
 
 
 def test_locked(tmp_path: Path) -> None:

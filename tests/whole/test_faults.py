@@ -10,6 +10,7 @@ import background
 import databases
 import interrupted
 import pytest
+from beginnings import Beginnings
 from conftest import TinyArtifacts
 from kills import Episode
 from mixed import Campaign
@@ -41,6 +42,18 @@ def test_kills_of_responses_in_the_background(artifacts: TinyArtifacts, tmp_path
     episode.run()
     assert not episode.failures
     assert episode.counts["compared with the control"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quota", [(), ("--quota", "2MB")], ids=["", "small quota"])
+@pytest.mark.parametrize("model", ["granite-f32", "mamba2-groups-f32", "llama-f32"])
+def test_kills_among_beginnings(model: str, quota: tuple[str, ...], artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """Sealed, marked, shared, shortened and warm: what clients were told is there, and no word of a sealed one."""
+    name = Artifact.open(artifacts[model]).manifest.name
+    episode = Beginnings(artifacts[model], name, "a", KILLS, tmp_path, quota)
+    episode.run()
+    assert not episode.failures
+    assert episode.counts["turns compared"] > KILLS, "the kills left no client the time to finish anything"
 
 
 @pytest.mark.parametrize("model", MODELS)

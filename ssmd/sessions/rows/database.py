@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 FILE = "sessions.sqlite3"
 APPLICATION_ID = 0x73736D64  # "ssmd": tells our file from other SQLite files
 PAGE_BYTES = 16384
+WRITER_PATIENCE_S = 30.0  # s that a thread waits for others of its process to end their writes
 _LOG_PAGES = (128 << 20) // PAGE_BYTES
 _PAGES_AT_ONCE = 64
 _HEADER = b"SQLite format 3\x00"
@@ -97,6 +98,7 @@ class _OpenFile:
         self._seen: tuple[bytes, bytes] | None = None  # as `_content` returned it last
         self._overwritten = False
         self._lock = threading.Lock()  # for the descriptors, and for what was seen
+        self.writer = threading.RLock()  # held by the thread that writes
 
     def check(self, *, written: bool = False) -> None:
         """Raise ReplacedFile unless the name leads to the same file.
@@ -308,9 +310,12 @@ def reading(engine: Engine, file: Path) -> Iterator[Connection]:
 
 @contextlib.contextmanager
 def writing(engine: Engine, file: Path) -> Iterator[Connection]:
-    """Open a write transaction, all or nothing. It takes the write lock first, so that its reads stay true."""
+    """Open a write transaction, all or nothing. It takes the write lock first, so that its reads stay true.
+
+    Threads of this process wait for one another for WRITER_PATIENCE_S. SQLite's own wait is for other processes.
+    """
     try:
-        with errors(file), engine.connect() as connection:
+        with _writer(engine, file), errors(file), engine.connect() as connection:
             connection = connection.execution_options(ssmd_write=True)
             with connection.begin():
                 yield connection
@@ -319,6 +324,20 @@ def writing(engine: Engine, file: Path) -> Iterator[Connection]:
         with contextlib.suppress(StoreError):
             shorten_log(engine, file)
         raise
+
+
+@contextlib.contextmanager
+def _writer(engine: Engine, file: Path) -> Iterator[None]:
+    lock = _open_file(engine).writer
+    if not lock.acquire(timeout=WRITER_PATIENCE_S):
+        raise StoreError(
+            f"session store {file}: another request has been writing for {WRITER_PATIENCE_S:.0f} s; try again when it "
+            "is done"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
