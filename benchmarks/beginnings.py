@@ -121,6 +121,10 @@ class Warmer(Talker):
         self.kept: dict[str, tuple[str, bool]] = {}
         self.unsure: set[str] = set()  # names that something is under way for
 
+    def sure(self) -> dict[str, tuple[str, bool]]:
+        """Return what is kept under names that nothing is under way for."""
+        return {name: one for name, one in tuple(self.kept.items()) if name not in tuple(self.unsure)}
+
     def step(self) -> None:
         x = self.rng.random()
         if not self.kept or x < 0.2:
@@ -241,6 +245,7 @@ class Beginnings(Episode):
         models = str(artifact.parents[1])
         self.environment = {**os.environ, "SSMD_DATA_DIR": str(folder / "data"), "SSMD_MODELS_DIR": models}
         self._apart: set[str] = set()  # of these some words were read anew
+        self._sure: dict[str, tuple[str, bool]] = {}  # what was kept before the last copy
         self._stateless: set[str] = set()  # of these a client was told that the text alone was stored
 
     def options(self) -> tuple[str, ...]:
@@ -258,13 +263,21 @@ class Beginnings(Episode):
         self.line.wait_for_answers(self.rng.randrange(MOST_ANSWERS), 30)
         super().wait_under_load()
 
+    def look(self) -> None:
+        self._sure = self.warmer.sure()
+        super().look()
+
     def has_all(self, data: Path, when: str) -> None:
         super().has_all(data, when)
-        kept, unsure = dict(self.warmer.kept), set(self.warmer.unsure)
+        kept = dict(self.warmer.sure())
+        if (
+            when == "after a kill"
+        ):  # commands go on while no daemon runs: those under way when it was copied do not count
+            kept = {name: one for name, one in kept.items() if self._sure.get(name) == one}
         with contextlib.closing(Store.open(data)) as store:
             there = {one.session.title: one.ready for one in store.warm()}
         for name, (_, ready) in kept.items():
-            if name not in unsure and ready and not there.get(name):
+            if ready and not there.get(name):
                 self.failures.append(f"{when} the warm beginning {name} is {there.get(name)}, told as ready")
         sealed = [d.question for t in self.talkers for d in tuple(t.journal) if d.told is not None and not d.stores]
         raw = b"".join(file.read_bytes() for file in data.glob(f"{FILE}*"))
