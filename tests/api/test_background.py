@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -24,7 +25,13 @@ from saying import Saying
 from serving import Answer
 from several import LLAMA, Several
 
+from ssmd.api.generate.delivery import Delivery
+from ssmd.api.generate.in_flight import InFlightAnswer, InFlightAnswers
+from ssmd.api.openai.responses.answer import ResponseAnswer
 from ssmd.config import Settings
+from ssmd.engine.request import Finish, Request, Usage
+from ssmd.engine.terms import Rejection
+from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.rows import replies
 from ssmd.sessions.store import Store
 
@@ -364,6 +371,25 @@ def test_a_daemon_that_ends_says_how_far_it_came(artifacts: TinyArtifacts, tmp_p
         assert text_of(found[0])
         assert found[1]["error"]["code"] == "shutting_down"
         assert told(one, first["id"])[-1]["type"] == "response.incomplete"
+
+
+def test_it_is_under_way_until_its_end_is_written() -> None:
+    """Its last event comes before the callbacks of that event."""
+
+    async def end() -> tuple[InFlightAnswer, InFlightAnswer | None]:
+        under_way, delivery = InFlightAnswers(), Delivery()
+        one = InFlightAnswer(Request(()), delivery, ResponseAnswer, lambda: None, accepted=True)  # type: ignore[arg-type] # builds nothing
+        under_way.enter(one, lambda done: done())
+        delivery.put(Finish(("stop",), Usage.of_nothing(None, 0.0)))
+        found = under_way.find(one.request.id, EVERYBODY)
+        later = await found.unless_ended()
+        with pytest.raises(Rejection, match="is under way"):
+            under_way.find(one.request.id, EVERYBODY)
+        return found, later
+
+    found, later = asyncio.run(end())
+    assert found.end is not None
+    assert later is None
 
 
 def test_receipts_are_bounded_and_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

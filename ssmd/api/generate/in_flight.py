@@ -63,6 +63,13 @@ class InFlightAnswer:
         """Return its last event; None while it goes on."""
         return self.delivery.last.result() if self.delivery.last.done() else None
 
+    async def unless_ended(self) -> InFlightAnswer | None:
+        """Return this answer while it is under way. Return None once its end is written down, which this waits for."""
+        if self.end is None or not self.accepted:
+            return self
+        await self.settled.wait()
+        return None
+
     def begin(self, generation: Generation | MultiPrompt) -> None:
         """Note that the engine has it."""
         self.generation = generation

@@ -116,12 +116,8 @@ def _ended(last: Event) -> tuple[str, Rejection | None]:
 
 
 def object_under_way(found: InFlightAnswer) -> bytes:
-    """Return a response that is under way, or has just ended without a turn, as JSON."""
-    if found.end is not None and found.accepted:
-        status, error = _ended(found.end)
-    else:
-        status, error = "queued" if found.accepted and found.waits else "in_progress", None
-    return _answer(found).object(status, error)
+    """Return a response that is under way, as JSON."""
+    return _answer(found).object("queued" if found.accepted and found.waits else "in_progress")
 
 
 def object_of_receipt(turn: str, receipt: Mapping[str, Any]) -> bytes:
@@ -150,7 +146,8 @@ def retold_end(turn: str, receipt: Mapping[str, Any], after: int) -> Iterator[by
 
 
 def _of_receipt(turn: str, receipt: Mapping[str, Any], after: int) -> ResponseAnswer:
-    form = ResponseForm(receipt["model"], {**receipt["echo"], "tools": []}, store=True, origins={}, encrypts=False)
+    echo = {**receipt["echo"], "instructions": None, "tools": []}
+    form = ResponseForm(receipt["model"], echo, store=True, origins={}, encrypts=False)
     head = ResponseInfo(generation_of(turn), receipt["created"], None)
     return ResponseAnswer(form, encoded(form.echo), head, after)
 

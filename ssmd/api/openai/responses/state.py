@@ -205,6 +205,8 @@ class StoredResponses:
 
     async def _whole(self, request: HttpRequest) -> Response:
         id_, begun = request.path_params["id"], self._begun(request)
+        if begun is not None:  # between its last event and the store its end is nowhere else
+            begun = await begun.unless_ended()
         if begun is not None:
             return Response(object_under_way(begun), media_type="application/json")
 
