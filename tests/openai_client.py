@@ -1,4 +1,4 @@
-"""Runs the scenarios of tests/client/openai_chat.py with the real openai client, in the environment made for it."""
+"""Runs the scenarios of tests/client with the real clients, in the environment made for them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "tests" / "client" / "openai_chat.py"
-
+SCRIPT = ROOT / "tests" / "client" / "scenarios.py"
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -24,18 +23,18 @@ def client_python() -> str:
     return given
 
 
-def command(scenario: str, url: str, arguments: Any) -> list[str]:
-    return [client_python(), str(SCRIPT), scenario, url, json.dumps(arguments)]
+def command(scenario: str, url: str, arguments: Any, module: str = "openai_chat") -> list[str]:
+    return [client_python(), str(SCRIPT), module, scenario, url, json.dumps(arguments)]
 
 
-def openai(scenario: str, url: str, arguments: Any) -> Any:
-    """Return the JSON that the scenario printed. One at a time."""
+def client(scenario: str, url: str, arguments: Any, *, module: str) -> Any:
+    """Return the JSON that a scenario of a module of tests/client printed. One at a time."""
     if not hasattr(os, "fork"):
-        done = subprocess.run(command(scenario, url, arguments), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command(scenario, url, arguments, module), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
     with _ONE_AT_A_TIME:
-        process = _serving()
+        process = _serving(module)
         assert process.stdin is not None
         assert process.stdout is not None
         late = threading.Timer(120, process.kill)
@@ -48,11 +47,15 @@ def openai(scenario: str, url: str, arguments: Any) -> Any:
     return answer["said"]
 
 
+openai = functools.partial(client, module="openai_chat")
+
+
 @functools.cache
-def _serving() -> subprocess.Popen[str]:
+def _serving(module: str) -> subprocess.Popen[str]:
     """A process that has imported the client, and forks for each scenario."""
+    program = [client_python(), str(SCRIPT), module]
     process = subprocess.Popen(
-        [client_python(), str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     atexit.register(_stop, process)
     return process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from typing import Any
 import pytest
 from api.test_anthropic import LONG, TOOLS, total
 from api.test_calls import CALL, SECOND, scripted
-from conftest import ROOT, TinyArtifacts
+from conftest import TinyArtifacts
 from daemon import Daemon, daemon
-from openai_client import client_python
+from openai_client import client, command
 from saying import Saying
 
 from ssmd.config import Settings
 
-SCRIPT = ROOT / "tests" / "client" / "anthropic_messages.py"
+MODULE = "anthropic_messages"
 KEY = "a-key-of-anthropics"
 
 
@@ -34,15 +35,7 @@ def tiny(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
         yield one
 
 
-def command(scenario: str, url: str, arguments: Any) -> list[str]:
-    return [client_python(), str(SCRIPT), scenario, url, json.dumps(arguments)]
-
-
-def anthropic(scenario: str, url: str, arguments: Any) -> Any:
-    """Return the JSON that the scenario printed."""
-    done = subprocess.run(command(scenario, url, arguments), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+anthropic = partial(client, module=MODULE)
 
 
 def test_its_helper_holds_a_conversation_with_calls(tiny: Daemon) -> None:
@@ -121,7 +114,7 @@ def test_it_hears_of_a_shutdown(artifact: Path) -> None:
         asked = {"model": one.model, "max_tokens": 4000, "messages": [{"role": "user", "content": "a"}]}
         asked["extra_body"] = {"logit_bias": {"0": -100, "2": -100}}
         process = subprocess.Popen(
-            command("broken_stream", one.url, asked), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command("broken_stream", one.url, asked, MODULE), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert process.stderr is not None
         assert process.stderr.readline() == "message_start\n"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ from typing import Any
 import pytest
 from api.test_anthropic import LONG
 from api.test_calls import CALL, SECOND, TOOLS, scripted
-from conftest import ROOT, TinyArtifacts
+from conftest import TinyArtifacts
 from daemon import Daemon, daemon
 from forked import DaemonProcess
-from openai_client import client_python
+from openai_client import client
 from saying import Saying
 
 from ssmd.config import Settings
-
-SCRIPT = ROOT / "tests" / "client" / "ollama_chat.py"
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +32,7 @@ def tiny(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
         yield one
 
 
-def ollama(scenario: str, url: str, arguments: Any) -> Any:
-    """Return the JSON that the scenario printed."""
-    command = [client_python(), str(SCRIPT), scenario, url, json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+ollama = partial(client, module="ollama_chat")
 
 
 def test_it_holds_a_conversation_with_calls(tiny: Daemon) -> None:

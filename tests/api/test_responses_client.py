@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +11,10 @@ import pytest
 from api.test_anthropic import LONG
 from api.test_calls import CALL, SECOND, scripted
 from api.test_responses import TOOLS, cached
-from conftest import ROOT, TinyArtifacts
+from conftest import TinyArtifacts
 from daemon import Daemon, daemon
-from openai_client import client_python
+from openai_client import client
 from saying import Saying
-
-SCRIPT = ROOT / "tests" / "client" / "openai_responses.py"
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +23,7 @@ def tiny(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -> 
         yield one
 
 
-def openai(scenario: str, url: str, arguments: Any) -> Any:
-    """Return the JSON that the scenario printed."""
-    command = [client_python(), str(SCRIPT), scenario, url, json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+openai = partial(client, module="openai_responses")
 
 
 def test_its_helper_holds_a_conversation_with_calls(tiny: Daemon) -> None:

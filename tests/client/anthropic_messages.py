@@ -1,8 +1,7 @@
-"""The real anthropic client against the daemon. Tests run it as `anthropic_messages.py SCENARIO URL JSON`."""
+"""The real anthropic client against the daemon: scenarios that scenarios.py runs."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -89,7 +88,3 @@ def broken_stream(url: str, arguments: dict[str, Any]) -> Any:
 SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
     f.__name__: f for f in (conversation, runner, whole, failures, broken_stream)
 }
-
-if __name__ == "__main__":
-    scenario, where, given = sys.argv[1:]
-    print(json.dumps(SCENARIOS[scenario](where, json.loads(given))))

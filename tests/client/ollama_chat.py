@@ -1,9 +1,7 @@
-"""The real ollama client against the daemon. Tests run it as `ollama_chat.py SCENARIO URL JSON`."""
+"""The real ollama client against the daemon: scenarios that scenarios.py runs."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +64,3 @@ def failures(url: str, requests: list[list[Any]]) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[str, Any], Any]] = {f.__name__: f for f in (conversation, surface, failures)}
-
-if __name__ == "__main__":
-    scenario, where, given = sys.argv[1:]
-    print(json.dumps(SCENARIOS[scenario](where, json.loads(given))))

@@ -1,17 +1,13 @@
-"""The real openai client against the daemon. Run by tests as `openai_chat.py SCENARIO URL JSON`; prints JSON.
-Without arguments each line of its input is such a list, and its answer a line.
+"""The real openai client against the daemon: scenarios that scenarios.py runs.
 
 It has an environment of its own, since the client's pydantic is newer than what model conversion allows.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -192,28 +188,3 @@ SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
         at_socket,
     )
 }
-
-
-def serve() -> None:
-    """Run each line's scenario in a fork of this process: to import the client takes a second."""
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            scenario, where, given = json.loads(line)
-            try:
-                said = {"said": SCENARIOS[scenario](where, given)}
-            except BaseException:  # whatever it is, the test is to see it
-                said = {"failed": traceback.format_exc()}
-            print(json.dumps(said), flush=True)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            print(json.dumps({"failed": f"it ended with status {status}"}), flush=True)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        serve()
-        sys.exit()
-    scenario, where, given = sys.argv[1:]
-    print(json.dumps(SCENARIOS[scenario](where, json.loads(given))))

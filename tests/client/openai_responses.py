@@ -1,9 +1,7 @@
-"""The real openai client's responses. Tests run it as `openai_responses.py SCENARIO URL JSON`; it prints JSON."""
+"""The real openai client's responses: scenarios that scenarios.py runs."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -118,7 +116,3 @@ def failures(url: str, requests: list[dict[str, Any]]) -> Any:
 SCENARIOS: dict[str, Callable[[str, Any], Any]] = {
     f.__name__: f for f in (conversation, whole, state, background, failures)
 }
-
-if __name__ == "__main__":
-    scenario, where, given = sys.argv[1:]
-    print(json.dumps(SCENARIOS[scenario](where, json.loads(given))))

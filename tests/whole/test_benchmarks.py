@@ -135,7 +135,8 @@ def test_host(
     for name in ("llama-f32", "openvino-llama-f32"):
         (tmp_path / "tiny" / artifacts[name].name).symlink_to(artifacts[name])
     monkeypatch.setenv("SSMD_MODELS_DIR", str(tmp_path))
-    for name, value in {"MODEL": "tiny", "OTHER": "tiny@openvino", "ROUNDS": 1, "COUNTED": 3, "LISTENERS": 2}.items():
+    few = {"ROUNDS": 1, "TOKENS": 20, "COUNTED": 3, "LISTENERS": 2}
+    for name, value in {"MODEL": "tiny", "OTHER": "tiny@openvino", **few}.items():
         monkeypatch.setattr(host, name, value)
     host.main()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
