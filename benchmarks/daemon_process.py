@@ -93,7 +93,7 @@ class ServerProcess:
             self.process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
 
     def start(self) -> None:
-        """Start the server, and return when /health answers. Raises, with its last output, if it ends before that."""
+        """Start the server, and return when /health answers. Raises, with its last output, if it does not."""
         started = time.perf_counter()
         self.spawn()
         assert self.process is not None
@@ -105,6 +105,7 @@ class ServerProcess:
                     self.healthy_ms = (time.perf_counter() - started) * 1e3
                     return
             time.sleep(0.01)
+        self.kill()
         raise RuntimeError(f"the server did not start:\n{self._log.read_text()[-3000:]}")
 
     def kill(self) -> None:
