@@ -12,14 +12,15 @@ from ssmd.sessions.rows import database, disk_space
 from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.turn import StoreError
 
-HEAD = "0011"  # the newest revision; a test compares it with the files
+HEAD = "0012"  # the newest revision; a test compares it with the files
+_UPGRADED = ("0011",)  # revisions whose databases are upgraded when they are opened
 _LOOK_MS = 200  # longest wait for a lock to read the revision: readers wait only if a process uses the file alone
 
 
 def open_store(data_dir: Path, *, busy_ms: int) -> tuple[Engine, Path]:
     """Open the database in `data_dir`; create it (0700, 0600) if there is none. Raises StoreError.
 
-    A database of another revision is refused and left as it is.
+    A database of 0011 is upgraded. One of another revision is refused and left as it is.
     """
     try:
         return _open(data_dir, busy_ms)
@@ -61,7 +62,7 @@ def _refuse_emptied(file: Path) -> None:
 
 
 def check_revision(file: Path, *, busy_ms: int) -> None:
-    """Raise StoreError if a database is of another revision. Changes neither the file nor its log.
+    """Raise StoreError if a database is of a revision that cannot be opened. Changes neither the file nor its log.
 
     A connection that may write would change both: it moves the log into the file when it closes. What cannot be read
     here is found when the database is opened.
@@ -76,7 +77,7 @@ def check_revision(file: Path, *, busy_ms: int) -> None:
 
 
 def _refuse_other(revision: str | None, file: Path) -> None:
-    if revision not in (None, HEAD):
+    if revision not in (None, HEAD, *_UPGRADED):
         raise StoreError(
             f"{file} was written by another version of ssmd (revision {revision!r}; this one reads {HEAD!r}); nothing "
             "was changed. To take its sessions along, run `ssmd session export --all --into DIR` with the version that "
@@ -102,7 +103,7 @@ def current(connection: Connection) -> str | None:
 
 
 def upgrade(connection: Connection, file: Path) -> None:
-    """Make the tables of HEAD inside the caller's transaction. Raises StoreError on another revision."""
+    """Make the tables of HEAD that are missing, in the caller's transaction. Raises StoreError on another revision."""
     revision = current(connection)
     _refuse_other(revision, file)
     if revision == HEAD:  # another process made them meanwhile
