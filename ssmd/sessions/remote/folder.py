@@ -136,15 +136,16 @@ class FolderRemote:
                 place = turn.place
                 if self._is_gone(place):
                     continue
+                chain, name = self._chain(turn.chain), f"{place.session}~{place.turn}~{_tag(turn.owner)}"
                 try:
                     self._keep(self._session(place.session), place, turn)
-                    chain = self._chain(turn.chain)
                     self._folder(chain)
-                    self._touch(chain, f"{place.session}~{place.turn}~{_tag(turn.owner)}")
+                    self._touch(chain, name)
                 except FileNotFoundError:
                     if not self._is_gone(place):
                         raise
                 if self._is_gone(place):  # buried meanwhile, by a machine that may not have seen all of this
+                    (chain / name).unlink(missing_ok=True)
                     self.bury(place.session, None if self._is_buried(place.session) else place.turn)
 
     def _is_gone(self, place: TurnPlace) -> bool:

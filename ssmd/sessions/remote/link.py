@@ -75,8 +75,6 @@ def _turn(store: Store, row: OutboxRow) -> RemoteTurn | None:
         return None
     try:
         return remote_turn(turn, session, above)
-    except RemoteError:
-        raise
     except StoreError as err:
         log.warning("a turn is not sent to the remote: %s", err)
         return None
