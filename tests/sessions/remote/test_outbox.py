@@ -18,7 +18,7 @@ import pytest
 from keeping import LINEAGE, VOCABULARY, Chat, new_store, user
 
 from ssmd.sessions.domain import Domain
-from ssmd.sessions.fsck.repair import check, repair
+from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import Link, send
 from ssmd.sessions.remote.remote import RemoteError, TurnPlace
@@ -203,7 +203,7 @@ def _as_0011(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("opened", [Store.open, check, repair], ids=["open", "check", "repair"])
+@pytest.mark.parametrize("opened", [Store.open, check], ids=["open", "check"])
 def test_a_database_of_0011_is_upgraded(opened: Callable[[Path], object], tmp_path: Path) -> None:
     """All its rows stay as they are; it gets the tables of the outbox, which are empty."""
     folder = _as_0011(tmp_path / "data")
