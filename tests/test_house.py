@@ -69,7 +69,7 @@ def floor_of(module: str) -> tuple[int, int]:
     """(floor, step within it) of one of ssmd's modules."""
     _, room, *rest = [*module.split("."), "__init__"][:4]
     if room == "sessions":
-        steps = {"rows": ROWS, "store": STORE, "files": CLOSETS, "fsck": CLOSETS}
+        steps = {"rows": ROWS, "store": STORE, "files": CLOSETS, "fsck": CLOSETS, "remote": CLOSETS}
         return FLOORS[room], steps.get(rest[0], 0)
     return FLOORS.get(room) or ALONE[room], ROWS if room == "migrations" else 0
 

@@ -65,6 +65,7 @@ class OwnUsage(Shape):
     context_left: int | None
     model: str | None = None
     parted_at: int | None = None
+    remote: Literal["sent", "waiting", "off"] | None = None
     ignored: list[str] = []
     dropped: list[str] = []
 
@@ -328,6 +329,7 @@ class Health(Shape):
     runtime: str | None
     version: str
     loading: list[dict[str, Any]]
+    remote: dict[str, Any] | None = None
 
 
 class Metrics(Shape):

@@ -26,6 +26,7 @@ from ssmd.cli import (
     service,
     session,
     session_move,
+    session_remote,
     session_tree,
     show,
     tray,
@@ -67,6 +68,8 @@ session.app.command("tree")(session_tree.tree)
 session.app.command("fork")(session_tree.fork)
 session.app.command("export")(session_move.export)
 session.app.command("import")(session_move.import_)
+for _command in (session_remote.push, session_remote.pull, session_remote.local):
+    session.app.command(_command.__name__)(_command)
 session.add_to(session.app)
 app.add_typer(session.app, name="session")
 app.add_typer(graph.app, name="graph", short_help="Stripped graphs: models without their weights.")

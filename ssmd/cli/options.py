@@ -118,6 +118,13 @@ ModelsDir = Annotated[Path | None, typer.Option(help="Where models are installed
 Quota = Annotated[
     str | None, typer.Option(help="Bytes that all checkpoints may take, such as 8GiB or 500MB.", metavar="SIZE")
 ]
+Remote = Annotated[
+    Path | None,
+    typer.Option(
+        help="Share conversations with other machines through this folder. Whoever can read it reads everything.",
+        metavar="DIR",
+    ),
+]
 NoStore = Annotated[bool, typer.Option("--no-store", help="Keep nothing: no sessions, no checkpoints.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Fetch nothing, whatever is missing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Pull the model without asking, if it is not installed.")]

@@ -34,6 +34,7 @@ def serve(
     config_file: options.Config = None,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
+    remote: options.Remote = None,
     keep_alive: Annotated[
         str | None,
         typer.Option(help="How long a model stays after its last request; 0 not at all, -1 for ever.", metavar="TIME"),
@@ -96,6 +97,7 @@ def serve(
         port=port,
         preload=preload,
         quota=quota,
+        remote=remote,
         runtime=runtime,
         socket=socket,
         threads=threads,

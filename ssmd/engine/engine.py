@@ -70,7 +70,8 @@ class Engine:
         tokenizer = self._texts.tokenizer
         self._calling = ToolCalling(self._texts.template.source, tokenizer)
         store = None if writer is None else writer.store
-        self._planner = Planner(manifest, program, tokenizer, self._texts.template, store)
+        link = None if writer is None else writer.remote
+        self._planner = Planner(manifest, program, tokenizer, self._texts.template, store, link)
         self._raw = RawPlanner(self._planner.scope, program, tokenizer, store)
         self._queue = Queue(max_queue)
         self._persistence: Persistence | NoPersistence = NoPersistence(program)

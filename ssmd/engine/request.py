@@ -12,6 +12,7 @@ from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.model.defaults import OPTIONS
 from ssmd.sessions.domain import EVERYBODY, Domain
+from ssmd.sessions.remote.remote import RemoteState
 from ssmd.sessions.reply import ReplyKey
 from ssmd.text.calls.tool_choice import AUTO, ToolChoice
 from ssmd.text.messages import BlockEnd, Message, ToolCall
@@ -148,6 +149,7 @@ class Usage:
     reasoning_tokens: int = 0  # of the completion's, those drawn while the model reasoned
     stop_strings: Sequence[str | None] = ()  # the one that ended each choice; empty if the request has none
     model: str = ""  # as in the request
+    remote: RemoteState | None = None  # how its turns stand to the remote; None: there is none
 
     @staticmethod
     def of_nothing(session: str | None, load_ms: float, model: str = "") -> Usage:

@@ -19,7 +19,7 @@ from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import commits, database, disk_space, erasure, holding, loose, opening, retention, tree
+from ssmd.sessions.rows import commits, database, disk_space, erasure, holding, loose, opening, outbox, retention, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
@@ -76,6 +76,8 @@ class Store:
         self.quota = quota
         self.file = file
         self.domain = EVERYBODY
+        # With a remote: called after there is something new to send. None: nothing goes into the outbox.
+        self.shares: Callable[[], None] | None = None
         self.room = disk_space.DiskSpace(engine, file)
 
     @staticmethod
@@ -83,7 +85,7 @@ class Store:
         """Open the store in `data_dir`; create it (0700, 0600) if there is none.
 
         busy_ms: longest wait for another process that writes. quota: bytes of checkpoints that a commit may leave at
-        most. A database of another revision is refused and left as it is.
+        most. A database of opening.UPGRADED is upgraded; one of another revision is refused and left as it is.
         """
         return Store(*opening.open_store(data_dir, busy_ms=busy_ms), quota)
 
@@ -150,6 +152,8 @@ class Store:
             with database.writing(self._engine, self.file) as connection:
                 with _stoppable(connection, patience if any(c.has_data for c in some) else PATIENT):
                     placed = commits.write(connection, session, turns, some, self.quota, reply, heard or {})
+                    if self.shares is not None and turns[0].finish != warm_rows.WARM:
+                        outbox.add_turns(connection, session, turns)
                 patience.sure()
                 return placed
 
@@ -165,7 +169,12 @@ class Store:
             refused = CheckpointResult(None, why_not="the disk is full")
             placed = [refused if c.has_data else next(done) for c in checkpoints]
         self.room.tidy()
+        self._share()
         return CommitResult(tuple(placed), full, commits.ends_placed(turns, checkpoints, placed))
+
+    def _share(self) -> None:
+        if self.shares is not None:
+            self.shares()
 
     def attach(
         self,
@@ -503,6 +512,7 @@ class Store:
             while self.room.removing(lambda connection: retention.empty(connection, session_id)):
                 pass
             self.room.removing(lambda connection: session_rows.remove_session(connection, session_id, self.domain))
+        self._share()
         database.settle(self._engine, self.file, idle=False)
         self.room.restock()
 
@@ -528,6 +538,7 @@ class Store:
             if only is None:
                 raise
             self.delete(only)
+        self._share()
         database.settle(self._engine, self.file, idle=False)
         self.room.restock()
 

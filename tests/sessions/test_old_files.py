@@ -51,7 +51,7 @@ def rows_of(database: Path) -> dict[str, list[Any]]:
         return {name: sorted(raw.execute(f"SELECT * FROM {name}").fetchall(), key=repr) for name in tables}
 
 
-def test_a_database_of_0011_gets_a_table_of_receipts(database: Path) -> None:
+def test_a_database_of_0011_gets_the_newer_tables(database: Path) -> None:
     before = rows_of(database)
     store = Store.open(database)
     said = {s.id: [t.id for t in store.turns(s.id)] for s in store.sessions()}
@@ -67,7 +67,13 @@ def test_a_database_of_0011_gets_a_table_of_receipts(database: Path) -> None:
         assert stored.receipt("turn_1") == {"a": "b"}
     store.drop_receipt("turn_1")
     store.close()
-    assert rows_of(database) == {**before, "receipt": [], "alembic_version": [("0012",)]}
+    assert rows_of(database) == {
+        **before,
+        "receipt": [],
+        "outbox": [],
+        "remote_session": [],
+        "alembic_version": [("0013",)],
+    }
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ def own_usage(usage: Usage, ignored: Sequence[str] = (), dropped: Sequence[str] 
         "resume": usage.resume,
         "stored": usage.stored,
         "state_stored": usage.state_stored,
+        **({} if usage.remote is None else {"remote": usage.remote}),
         "stopped": usage.stopped,
         "ttft_ms": round(usage.ttft_ms, 3),
         "tbt_ms": None if usage.tbt_ms is None else round(usage.tbt_ms, 3),

@@ -28,6 +28,11 @@ _ADVICE = {
     "late": "the disk is too slow: turns are stored without their states, or not at all",
     "error": "turns are not stored: the daemon's log says why",
 }
+_REMOTE_ADVICE = {
+    "unreachable": "the remote cannot be used: conversations are stored here, and are sent when it is back; the "
+    "daemon's log says why",
+    "outbox_full": "the remote was away for too long: new conversations stay here until `ssmd session push` sends them",
+}
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ def health(on: Service) -> Endpoint:
         draining, starting, problem = host.draining, host.starting, host.problem
         model = host.foremost()
         manifest = None if model is None else model.found.manifest
-        fields = {
+        fields: dict[str, object] = {
             "status": "shutting_down" if draining else "starting" if starting else "degraded" if problem else "ok",
             "model": None if model is None else model.name,
             "runtime": None if manifest is None else manifest.runtime,
@@ -48,6 +53,10 @@ def health(on: Service) -> Endpoint:
             "loading": host.loading(),
             "healed": host.metrics.damages(),
         }
+        if host.writer is not None and (remote := host.writer.remote) is not None:
+            trouble = remote.problem
+            state: dict[str, object] = {"status": trouble or "ok", "waiting": remote.waiting}
+            fields["remote"] = state | ({"message": _REMOTE_ADVICE[trouble]} if trouble else {})
         if problem:
             fields |= {"reason": problem, "message": _ADVICE[problem]}
         return JSONResponse(fields, 503 if draining or starting else 200)

@@ -16,6 +16,7 @@ from ssmd.engine.sampling.grammar import Guide
 from ssmd.engine.terms import Rejection
 from ssmd.runtime.protocol import Handle, Logits
 from ssmd.sessions.checkpoint import NewCheckpoint
+from ssmd.sessions.remote.remote import RemoteState
 
 Then = Callable[[bool, bool], None]  # called with: the text of all choices is stored; the state at each end is
 
@@ -90,6 +91,10 @@ class GenerationStore:
 
     parted_at: int | None = None
     states_kept = False
+
+    def remote(self, stored: bool) -> RemoteState | None:
+        """Return how its turns stand to the remote; None if there is none. stored: they are stored."""
+        return None
 
     @property
     def shareable(self) -> bool:
@@ -248,6 +253,7 @@ class Generation:
             reasoning_tokens=sum(choice.reasoning_tokens for choice in progress.choices),
             stop_strings=[choice.stop_string for choice in progress.choices] if asked.request.stop else (),
             model=asked.request.model,
+            remote=self.kept.remote(stored),
         )
 
     def count_first_token(self, metrics: ModelMetrics) -> None:

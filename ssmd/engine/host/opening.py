@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from ssmd.config import Settings
 from ssmd.engine.decode.device import DeviceLock
@@ -28,6 +29,9 @@ from ssmd.model.made import is_made_here
 from ssmd.model.state import StateSpec
 from ssmd.runtime.loading import check_first_load, load
 from ssmd.runtime.protocol import get_runtime
+from ssmd.sessions.remote.link import Link
+from ssmd.sessions.remote.remote import RemoteError
+from ssmd.sessions.remote.sharing import open_folder
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 from ssmd.text.apart import Texts, opened
@@ -69,6 +73,8 @@ def start_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool)
         store.room.reserve()
         _within_quota(store)
         writer = Writer(store, numbers, settings.prompt_cache_retention)
+        if settings.remote is not None:
+            writer.remote = _linked(store, settings.remote)
     keep_alive_s = settings.keep_alive
     if keep_alive_s is None:
         keep_alive_s = math.inf if alone else KEEP_ALIVE_S
@@ -113,7 +119,23 @@ def close_host(host: Host) -> None:
     """Close a host and its store."""
     host.close()
     if host.writer is not None:
+        if host.writer.remote is not None:
+            host.writer.remote.close()
         host.writer.store.close()
+
+
+def _linked(store: Store, folder: Path) -> Link:
+    """Link a store to the remote in a folder. Raises RemoteError if it is no remote, but not if it is away."""
+    link = Link(store, partial(open_folder, store, folder))
+    try:
+        link.connect()
+    except RemoteError as err:
+        if err.lasting:
+            store.close()
+            raise
+        log.warning("%s; what is said waits here until it is back", err)
+    link.start()
+    return link
 
 
 def _shelf(settings: Settings, model: str | None) -> ModelIndex:

@@ -32,6 +32,7 @@ from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint, StoredCheckpoint
 from ssmd.sessions.line import Line
+from ssmd.sessions.remote.remote import RemoteState
 from ssmd.sessions.rows.warm import warm_turn
 from ssmd.sessions.sealing import IN_MEMORY, ON_DISK, Seal
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, conversation
@@ -369,6 +370,12 @@ class _TurnStore(GenerationStore):
             self._by._writer.drop(pending)
         elif pending is not None:
             self._by._writer.abandon([pending])
+
+    def remote(self, stored: bool) -> RemoteState | None:
+        link = self._by._writer.remote
+        if link is None:
+            return None
+        return link.state([choice.turn for choice in self._turns]) if stored else "off"
 
     def rerender(self) -> None:
         if self._info is not None:

@@ -105,7 +105,7 @@ def events(reply: Reply) -> list[Event]:
 
 def _usage(told: dict[str, Any]) -> Usage:
     """Read the usage of a stored reply. Earlier versions stored text and state together, without `state_stored`."""
-    return Usage(**{"state_stored": told["stored"], **told})
+    return Usage(**{"state_stored": told["stored"], **told, "remote": None})  # it is sent meanwhile, or not
 
 
 def _said(choice: Choice) -> list[Any] | None:

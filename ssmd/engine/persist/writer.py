@@ -19,6 +19,7 @@ from ssmd.engine.request import Retention
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint
 from ssmd.sessions.line import Line, Passage
+from ssmd.sessions.remote.link import Link
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, encode
 from ssmd.sessions.rows.faults import DiskFull, ReplacedFile, StoreLocked
@@ -174,6 +175,7 @@ class Writer:
         """retention: of the states of requests with "store": false that say nothing of it."""
         self.store = store
         self.retention = retention
+        self.remote: Link | None = None  # through which the store's turns are shared
         self._metrics = metrics
         self.condition = StoreHealth(metrics)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -22,6 +22,7 @@ from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import NOTHING, Line, Passage
 from ssmd.sessions.match import known, with_ids_of
+from ssmd.sessions.remote.link import Link
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import (
@@ -94,8 +95,16 @@ class Planner:
     """Plans prompts for one program. Used from many threads."""
 
     def __init__(
-        self, manifest: Manifest, program: Program, tokenizer: Tokenizer, template: Template, store: Store | None
+        self,
+        manifest: Manifest,
+        program: Program,
+        tokenizer: Tokenizer,
+        template: Template,
+        store: Store | None,
+        link: Link | None = None,
     ) -> None:
+        """link: of the store to a remote, which is asked for conversations that the store has not."""
+        self._link = link
         self.scope = Scope(program.spec.digest(), manifest.lineage, manifest.build)
         self._manifest = manifest
         self._context = program.context
@@ -142,6 +151,9 @@ class Planner:
             self._tokenizer.holding(request.sampling.dry.breakers)  # here, as the worker must not wait for it
         if self._store is None and request.session is not None:
             raise _unknown(request.session)
+        if self._link is not None and request.store:
+            vocabularies = {self.scope.lineage: self._vocabulary}
+            self._link.bring(request.messages, request.domain, request.session, vocabularies)
         place, shown, found, cut = self._alone(request), None, None, 0
         if self._store is not None:
             try:

@@ -12,8 +12,8 @@ from ssmd.sessions.rows import database, disk_space
 from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.turn import StoreError
 
-HEAD = "0012"  # the newest revision; a test compares it with the files
-UPGRADED = ("0011",)  # earlier revisions that are upgraded when a database is opened
+HEAD = "0013"  # the newest revision; a test compares it with the files
+UPGRADED = ("0011", "0012")  # earlier revisions that are upgraded when a database is opened
 _LOOK_MS = 200  # longest wait for a lock to read the revision: readers wait only if a process uses the file alone
 
 
@@ -103,7 +103,7 @@ def current(connection: Connection) -> str | None:
 
 
 def upgrade(connection: Connection, file: Path) -> None:
-    """Make the tables of HEAD inside the caller's transaction. Raises StoreError on a revision that is refused."""
+    """Make the tables of HEAD that are missing, in the caller's transaction. Raises StoreError on other revisions."""
     revision = current(connection)
     _refuse_other(revision, file)
     if revision == HEAD:  # another process made them meanwhile

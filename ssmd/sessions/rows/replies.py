@@ -14,7 +14,7 @@ from sqlalchemy import Connection, String, bindparam, delete, func, insert, sele
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import holding, tree
+from ssmd.sessions.rows import holding, outbox, tree
 from ssmd.sessions.rows.excerpts import blocks_of
 from ssmd.sessions.rows.schema import receipt as receipt_table
 from ssmd.sessions.rows.schema import reply as reply_table
@@ -225,6 +225,7 @@ def replace_turns(connection: Connection, session_id: str, turns: Sequence[str])
     gone = list(connection.scalars(select(t.id).where(*mine)))
     if not gone:
         return False
+    outbox.bury_turns(connection, session_id, gone)
     linked = checkpoint_rows.linked_to(connection, gone)
     holding.add_turn_bytes(connection, -holding.nbytes_of_turns(connection, t.id.in_(gone)))
     connection.execute(delete(turn_table).where(t.id.in_(gone)))

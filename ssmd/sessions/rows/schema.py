@@ -206,6 +206,24 @@ total = Table(
     Column("nbytes", BigInteger, nullable=False),
 )
 
+# Empty without a remote. No foreign keys: a tombstone outlives what it buries.
+outbox = Table(
+    "outbox",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("session", String(64), nullable=False),
+    Column("turn", String(64), index=True),  # to be sent, or buried; NULL: the session is to be buried
+    Column("buried", Boolean, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+remote_session = Table(
+    "remote_session",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("standing", String(8), nullable=False),  # outbox.Standing
+)
+
 
 def seen(owner: Any) -> Any:
     """Build the condition that a row with this owner column is visible. `by` gives its values."""

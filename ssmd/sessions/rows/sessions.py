@@ -30,7 +30,7 @@ from sqlalchemy import (
 
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import erasure, holding, retention, tree
+from ssmd.sessions.rows import erasure, holding, outbox, retention, tree
 from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn
@@ -329,7 +329,11 @@ def remove_session(connection: Connection, session_id: str, domain: Domain) -> N
         retention.loosen(connection, session_id)
     mine = select(turn.c.id).where(turn.c.session == session_id)
     reply_rows.forget(connection, mine)  # also of turns that stay: a reply has text of choices that are removed
+    shared = outbox.standing(connection, session_id) is not None
+    own = list(connection.scalars(mine)) if shared else []
     retention.reopen(connection, tree.hand_over(connection, session_id))
+    if shared:
+        outbox.bury(connection, session_id, own)
     linked = checkpoint_rows.linked_to(connection, mine)
     holding.relink(connection, session_id, linked)
     # First unlink children from their parents: SQLite follows a chain of 1,000 cascades, and then fails.

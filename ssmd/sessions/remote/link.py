@@ -1,0 +1,288 @@
+"""The link between a store and a remote: a thread that empties the outbox, and the look-up for a request.
+
+A request is never kept waiting for long by a remote: it is asked for ASK_S at most, and then not again for OFFLINE_S.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from ssmd.sessions.domain import Domain
+from ssmd.sessions.match import Echo
+from ssmd.sessions.remote.arrivals import fetch_path, receive
+from ssmd.sessions.remote.body import remote_turn
+from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, RemoteState, RemoteTurn
+from ssmd.sessions.rows import outbox
+from ssmd.sessions.rows.outbox import OutboxRow
+from ssmd.sessions.store import Store
+from ssmd.sessions.turn import StoreError, UnknownSession
+from ssmd.text.messages import Message
+
+log = logging.getLogger(__name__)
+ASK_S = 0.15  # s that a request waits for the remote to say whether it has its conversation
+FETCH_S = 5.0  # s that it then waits for the turns
+OFFLINE_S = 30.0  # s after a failure in which requests do not ask, and nothing is sent
+LOOK_S = 60.0  # s between looks for what other machines have removed
+CLOSE_S = 2.0  # s that a daemon which ends goes on sending
+MAX_ASKED = 64  # chains of a request that are looked up, the last ones
+_AT_ONCE = 50  # rows of the outbox that are sent before they are removed
+_T = TypeVar("_T")
+
+
+def send(store: Store, remote: Remote, stopped: Callable[[], bool] = lambda: False) -> int:
+    """Send what waits in the outbox. Returns how many rows. Raises RemoteError, StoreError."""
+    done = 0
+    while not stopped():
+        with store.reading() as connection:
+            rows = outbox.read(connection, _AT_ONCE)
+        if not rows:
+            break
+        sent: list[int] = []
+        for row in rows:
+            if stopped():
+                break
+            if row.buried:
+                remote.bury(row.session, row.turn)
+            elif (turn := _turn(store, row)) is not None:
+                remote.publish([turn])
+            sent.append(row.id)
+        with store.writing() as connection:
+            outbox.remove(connection, sent)
+        done += len(sent)
+    return done
+
+
+def _turn(store: Store, row: OutboxRow) -> RemoteTurn | None:
+    """Read a turn that is to be sent; None if there is nothing to send of it."""
+    assert row.turn is not None  # a row without a turn is a tombstone
+    try:
+        with store.snapshot() as stored:
+            turn = stored.turn(row.turn)
+            above = None if turn.parent is None else stored.turn(turn.parent).session
+        session = store.session(turn.session)
+    except UnknownSession:  # it was removed meanwhile
+        return None
+    if not turn.sound:
+        log.warning("turn %s was altered, and is not sent to the remote; see `ssmd session check`", turn.id)
+        return None
+    try:
+        return remote_turn(turn, session, above)
+    except StoreError as err:
+        log.warning("a turn is not sent to the remote: %s", err)
+        return None
+
+
+def purge(store: Store, remote: Remote) -> int:
+    """Remove the sessions and turns that other machines have buried. Returns how many. Raises RemoteError, StoreError.
+
+    Sessions that this one has buried are buried again in a remote that does not know it, as after a restore.
+    """
+    there = set(remote.buried())
+    with store.reading() as connection:
+        shared = outbox.names_of(connection, "shared", "behind")
+        mine = outbox.names_of(connection, "buried")
+        turns = outbox.leaves_among(connection, sorted(there - shared - mine))
+    gone = 0
+    for session in sorted(shared & there):
+        with contextlib.suppress(UnknownSession):
+            store.delete(session)
+            gone += 1
+        with store.writing() as connection:
+            outbox.set_standing(connection, session, "buried")
+    for session in sorted(mine - there):
+        remote.bury(session, None)
+    for turn in turns:
+        with contextlib.suppress(UnknownSession):
+            store.remove_turn(turn, {})
+            gone += 1
+    return gone
+
+
+class Link:
+    """A store's link to a remote. Thread-safe."""
+
+    def __init__(self, store: Store, opened: Callable[[], Remote]) -> None:
+        """Share what is written from now on; `start` begins to send it.
+
+        opened: opens the remote; called again after it could not be reached. It raises RemoteError.
+        """
+        self._store = store
+        self._open = opened
+        self._remote: Remote | None = None
+        self._wake = threading.Event()
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._offline_until = 0.0  # monotonic s
+        self._ends_at = math.inf  # monotonic s
+        self._problem = ""
+        self._asking: threading.Thread | None = None  # a look-up that has not come back
+        self._thread = threading.Thread(target=self._run, name="ssmd-remote", daemon=True)
+        store.shares = self._wake.set
+
+    def connect(self) -> None:
+        """Open the remote. Raises RemoteError."""
+        self._opened()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what waits, for CLOSE_S at most, and end the thread. The rest is sent by the next daemon."""
+        self._ends_at = time.monotonic() + CLOSE_S
+        self._stopped.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * CLOSE_S)
+
+    @property
+    def problem(self) -> str:
+        """Return why turns wait: "unreachable", "outbox_full", or "" if they do not."""
+        with contextlib.suppress(StoreError), self._store.reading() as connection:
+            if outbox.waiting(connection) >= outbox.MAX_WAITING:
+                return "outbox_full"
+        return self._problem
+
+    @property
+    def waiting(self) -> int:
+        """Return about how many turns and tombstones are still to be sent."""
+        with self._store.reading() as connection:
+            return outbox.waiting(connection)
+
+    def state(self, turns: Sequence[str]) -> RemoteState:
+        """Return how stored turns stand: sent, waiting, or off if they stay here."""
+        try:
+            with self._store.snapshot() as stored, self._store.reading() as connection:
+                if any(outbox.waits(connection, turn) for turn in turns):
+                    return "waiting"
+                sessions = {stored.turn(turn).session for turn in turns}
+                shared = [outbox.standing(connection, session) == "shared" for session in sessions]
+                return "sent" if shared and all(shared) else "off"
+        except StoreError:
+            return "off"
+
+    def bring(
+        self, messages: Sequence[Message], domain: Domain, session: str | None, vocabularies: Mapping[str, int]
+    ) -> None:
+        """Fetch the conversation that a request continues, if the remote has more of it than this store.
+
+        session: only that of this session. vocabularies: as of `receive`. Raises nothing: without the remote the
+        request is answered from what is here.
+        """
+        echo = Echo.of(messages)
+        try:
+            with self._store.of(domain).snapshot() as stored:
+                found = None
+                with contextlib.suppress(UnknownSession):
+                    found = stored.echoed(messages, session)
+            here = 0 if found is None else found.length
+            chains = [c.said for n, c in zip(echo.lengths, echo.chains, strict=True) if n > here][-MAX_ASKED:]
+            remote = self._remote
+            if chains and remote is not None and self._may_ask():
+                self._fetch(remote, chains, domain, session, vocabularies)
+        except StoreError as err:
+            self._failed(err)
+
+    def _fetch(
+        self,
+        remote: Remote,
+        chains: Sequence[bytes],
+        domain: Domain,
+        session: str | None,
+        vocabularies: Mapping[str, int],
+    ) -> None:
+        for place in self._within(ASK_S, lambda: remote.known(chains, domain)):
+            if session is not None and place.session != session:
+                continue
+            try:
+                path = self._within(FETCH_S, partial(fetch_path, self._store, remote, place))
+                if path:
+                    written = receive(self._store, domain, path, vocabularies)
+                    log.info("%d turns of session %s came from the remote", len(written), path[-1][0])
+                    return
+            except InvalidTurn as err:
+                log.warning("a turn of the remote is not taken: %s", err)
+
+    def _may_ask(self) -> bool:
+        with self._lock:
+            stuck = self._asking is not None and self._asking.is_alive()
+            return not stuck and time.monotonic() >= self._offline_until
+
+    def _within(self, seconds: float, work: Callable[[], _T]) -> _T:
+        """Do a piece of work in a thread, which a file system may hold up. Raises RemoteError if it takes longer."""
+        done: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put((work(), None))
+            except BaseException as err:
+                done.put((None, err))
+
+        with self._lock:
+            thread = threading.Thread(target=run, name="ssmd-remote-ask", daemon=True)
+            self._asking = thread
+        thread.start()
+        try:
+            found, err = done.get(timeout=seconds)
+        except queue.Empty:
+            raise RemoteError(f"the remote did not answer within {seconds:g} s") from None
+        if err is not None:
+            raise err
+        return found  # type: ignore[return-value]
+
+    def _opened(self) -> Remote:
+        with self._lock:
+            remote = self._remote
+        if remote is None:
+            remote = self._open()
+            with self._lock:
+                self._remote = remote
+        return remote
+
+    def _failed(self, err: StoreError) -> None:
+        reached = not isinstance(err, RemoteError)
+        with self._lock:
+            known, self._problem = bool(self._problem), self._problem if reached else err.reason
+            self._offline_until = time.monotonic() + OFFLINE_S
+            self._remote = self._remote if reached else None
+        level = logging.DEBUG if known else logging.WARNING
+        log.log(level, "nothing is sent to the remote for %.0f s, what was said waits here: %s", OFFLINE_S, err)
+
+    def _well(self) -> None:
+        with self._lock:
+            before, self._problem = self._problem, ""
+        if before:
+            log.warning("the remote is reached again")
+
+    def _run(self) -> None:
+        looked = -LOOK_S
+        while True:
+            self._wake.clear()
+            wait_s = LOOK_S
+            try:
+                remote = self._opened()
+                if time.monotonic() - looked >= LOOK_S:
+                    purge(self._store, remote)
+                    looked = time.monotonic()
+                send(self._store, remote, lambda: time.monotonic() > self._ends_at)
+                self._well()
+            except StoreError as err:
+                self._failed(err)
+                wait_s = OFFLINE_S
+            except Exception:
+                log.exception("sending to the remote failed")
+                wait_s = OFFLINE_S
+            if self._stopped.is_set():
+                return
+            if wait_s == OFFLINE_S:
+                self._stopped.wait(wait_s)
+            else:
+                self._wake.wait(wait_s)

@@ -1,0 +1,74 @@
+"""A remote: the place through which machines share conversations. Turns are rows that never change, found by chain."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from ssmd.sessions.domain import Domain
+from ssmd.sessions.turn import StoreError
+
+RemoteState = Literal["sent", "waiting", "off"]  # of a stored turn; off: it stays here
+
+
+class RemoteError(StoreError):
+    """A remote that cannot be used now. Nothing is lost: the outbox keeps what it has not got. The message says why."""
+
+    reason = "unreachable"
+
+    def __init__(self, message: str, *, lasting: bool = False) -> None:
+        """lasting: it will not pass by itself, as a folder that is none of a remote."""
+        super().__init__(message)
+        self.lasting = lasting
+
+
+class InvalidTurn(StoreError):
+    """A turn of a remote that is not taken. The message says what is wrong with it."""
+
+
+class UnknownVersion(InvalidTurn):
+    """A turn of another version of ssmd, which is left as it is."""
+
+
+@dataclass(frozen=True)
+class TurnPlace:
+    """The place of a turn in a remote."""
+
+    session: str
+    turn: str
+
+
+@dataclass(frozen=True)
+class RemoteTurn:
+    """A turn as a remote keeps it. chain: of the conversation up to its answer, by which requests find it.
+
+    body: the turn itself, which only daemons read: a newer one may write what an older one leaves alone.
+    """
+
+    place: TurnPlace
+    owner: str
+    chain: bytes
+    body: bytes
+
+
+class Remote(Protocol):
+    """A place through which machines share conversations. All methods raise RemoteError; each can be called again."""
+
+    def known(self, chains: Sequence[bytes], domain: Domain) -> list[TurnPlace]:
+        """Find turns at the last of these chains that any turn has, among those that the domain sees."""
+
+    def fetch(self, place: TurnPlace) -> bytes | None:
+        """Return the body of a turn; None if there is none. Raises InvalidTurn if it is not what was published."""
+
+    def turns(self, session: str) -> list[str]:
+        """List the turns of a session, in no order."""
+
+    def publish(self, turns: Sequence[RemoteTurn]) -> None:
+        """Keep turns. One that is kept already stays as it is, and one that is buried is not kept."""
+
+    def bury(self, session: str, turn: str | None) -> None:
+        """Remove a turn, or with None a whole session, for good."""
+
+    def buried(self) -> Collection[str]:
+        """Return the sessions and the turns that were buried."""

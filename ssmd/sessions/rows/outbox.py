@@ -1,0 +1,157 @@
+"""The outbox: what is to be sent to the remote, in the order of writing, and which sessions the remote may have.
+
+A row is written in the transaction that writes or removes the turn. It goes when the remote has the turn, or the
+tombstone. So a turn is sent at least once; the remote keeps it once, as its name is always the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from sqlalchemy import Connection, bindparam, delete, func, insert, select
+
+from ssmd.sessions.rows import tree
+from ssmd.sessions.rows.holding import batches
+from ssmd.sessions.rows.schema import outbox, remote_session
+from ssmd.sessions.rows.schema import turn as turn_table
+from ssmd.sessions.turn import NewTurn, SessionInfo
+
+MAX_WAITING = 100_000  # rows of the outbox: beyond it, conversations stay here until they are pushed
+# shared: its turns are sent. behind: some were sent, then the outbox was full. local: none is sent any more.
+# buried: it was removed, here or elsewhere, and never comes back.
+Standing = Literal["shared", "behind", "local", "buried"]
+_o, _r, _t = outbox.c, remote_session.c, turn_table.c
+_STANDING = select(_r.standing).where(_r.id == bindparam("session"))
+_PARENT = select(_t.session).where(_t.id == bindparam("turn"))
+_ENDS = select(func.min(_o.id), func.max(_o.id))
+_WAITS = select(_o.id).where(_o.turn == bindparam("turn"), _o.buried.is_(False)).limit(1)
+
+
+@dataclass(frozen=True)
+class OutboxRow:
+    """A turn to be sent, or a tombstone. turn: None if the whole session is buried."""
+
+    id: int
+    session: str
+    turn: str | None
+    buried: bool
+
+
+def standing(connection: Connection, session_id: str) -> Standing | None:
+    """Return how a session stands to the remote; None if it never had to do with one."""
+    found = connection.execute(_STANDING, {"session": session_id}).scalar()
+    return next((one for one in get_args(Standing) if one == found), None)
+
+
+def set_standing(connection: Connection, session_id: str, now: Standing) -> None:
+    """Note how a session stands to the remote."""
+    connection.execute(delete(remote_session).where(_r.id == session_id))
+    connection.execute(insert(remote_session).values(id=session_id, standing=now))
+
+
+def add_turns(connection: Connection, session: SessionInfo, turns: Sequence[NewTurn]) -> None:
+    """Put new turns of a session into the outbox, if they are to be sent.
+
+    They are if the remote can have all turns above them: the session is new, or shared, or a fork of a shared one.
+    """
+    if session.imported is not None:
+        return
+    now, parent = standing(connection, session.id), turns[0].parent
+    if now is None and parent is not None:
+        above = connection.execute(_PARENT, {"turn": parent}).scalar()
+        if above is None or standing(connection, above) != "shared":
+            return  # of a conversation that began before there was a remote
+    elif now not in (None, "shared"):
+        return
+    if waiting(connection) + len(turns) > MAX_WAITING:
+        if now is not None:
+            set_standing(connection, session.id, "behind")
+        return
+    if now is None:
+        set_standing(connection, session.id, "shared")
+    _add(connection, session.id, [turn.id for turn in turns])
+
+
+def add_all(connection: Connection, session_id: str) -> int:
+    """Put all turns of a session into the outbox, and share it from now on. Returns how many."""
+    turns = select(_t.id).where(tree.belongs(session_id)).order_by(_t.seq)
+    found = list(connection.scalars(turns))
+    set_standing(connection, session_id, "shared")
+    _add(connection, session_id, found)
+    return len(found)
+
+
+def _add(connection: Connection, session_id: str, turns: Sequence[str], *, buried: bool = False) -> None:
+    if turns:
+        rows = [{"session": session_id, "turn": turn, "buried": buried} for turn in turns]
+        connection.execute(insert(outbox), rows)
+
+
+def bury(connection: Connection, session_id: str, own: Sequence[str]) -> None:
+    """Bury a session that is removed in this transaction, after its turns were handed over.
+
+    own: its turns before that. Those that forks of it still need are sent again, as turns of the forks.
+    """
+    set_standing(connection, session_id, "buried")
+    connection.execute(delete(outbox).where(_o.session == session_id))
+    connection.execute(insert(outbox).values(session=session_id, turn=None, buried=True))
+    for some in batches(own):
+        moved = select(_t.id, _t.session).where(_t.id.in_(some), _t.session != session_id).order_by(_t.seq)
+        for turn, heir in connection.execute(moved).all():
+            if standing(connection, heir) is None:
+                set_standing(connection, heir, "shared")
+            if standing(connection, heir) == "shared":
+                _add(connection, heir, [turn])
+
+
+def bury_turns(connection: Connection, session_id: str, turns: Sequence[str]) -> None:
+    """Bury turns that are removed in this transaction from a session that stays, if the remote may have them."""
+    if standing(connection, session_id) is not None:
+        for some in batches(turns):
+            connection.execute(delete(outbox).where(_o.turn.in_(some)))
+        _add(connection, session_id, turns, buried=True)
+
+
+def read(connection: Connection, most: int) -> list[OutboxRow]:
+    """Read the oldest rows, at most so many."""
+    rows = connection.execute(select(_o.id, _o.session, _o.turn, _o.buried).order_by(_o.id).limit(most))
+    return [OutboxRow(row.id, row.session, row.turn, row.buried) for row in rows]
+
+
+def remove(connection: Connection, ids: Sequence[int]) -> None:
+    """Remove rows: the remote has what they are for."""
+    for some in batches(ids):
+        connection.execute(delete(outbox).where(_o.id.in_(some)))
+
+
+def drop_waiting(connection: Connection, session_id: str) -> None:
+    """Remove the turns of a session that wait; its tombstones stay."""
+    connection.execute(delete(outbox).where(_o.session == session_id, _o.buried.is_(False)))
+
+
+def waiting(connection: Connection) -> int:
+    """Return about how many rows wait: no fewer than there are, without counting them."""
+    first, last = connection.execute(_ENDS).one()
+    return 0 if first is None else int(last - first + 1)
+
+
+def waits(connection: Connection, turn_id: str) -> bool:
+    """Return True if a turn is still to be sent."""
+    return connection.execute(_WAITS, {"turn": turn_id}).first() is not None
+
+
+def leaves_among(connection: Connection, names: Sequence[str]) -> list[str]:
+    """Return those of these names that are turns of shared sessions which nothing follows on."""
+    below = _t.id.not_in(select(_t.parent).where(_t.parent.is_not(None)))
+    shared = select(_r.id).where(_r.standing.in_(("shared", "behind")))
+    found: list[str] = []
+    for some in batches(names):
+        found += connection.scalars(select(_t.id).where(_t.id.in_(some), below, _t.session.in_(shared)))
+    return found
+
+
+def names_of(connection: Connection, *standings: Standing) -> set[str]:
+    """Return the sessions that stand so to the remote."""
+    return set(connection.scalars(select(_r.id).where(_r.standing.in_(standings))))
