@@ -20,7 +20,7 @@ from ssmd.build.stripping import Constants
 from ssmd.families.offsets import with_offsets
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
-from ssmd.families.weights import Binding, Parameters
+from ssmd.families.weights import Binding, make_parameters
 from ssmd.machine.installation import extra, to_add, to_install
 from ssmd.machine.memory import available, return_big_blocks
 from ssmd.machine.progress import Progress, Stage, staged
@@ -315,23 +315,22 @@ def _write(
     bindings = family.bindings(config)
 
     def module_of(bindings: Mapping[str, Binding]) -> Model:
-        return author(family, config, Parameters(bindings, source), target.context)
+        late = target.quantization in converter.late
+        return author(family, config, make_parameters(bindings, source, late=late), target.context)
 
     with stage("bind the weights"):
         module = module_of(bindings)
+    shapes = _shapes(module)
     with stage("compute golden values"):
         reference = Reference.of(module, tokenizer)
         reference.save(folder / "golden.safetensors")
     if converter.rotates(target.quantization):
         with stage("rotate the weights"):
-            bindings = rotated(bindings)
-            module = module_of(bindings)
+            del module  # before the other form of all its weights is made
+            module = module_of(rotated(bindings))
             reference.check(module)
-    elif weights := converter.offsets(_shapes(module), target.quantization):
+    elif weights := converter.offsets(shapes, target.quantization):
         with stage("divide the weights into blocks"):
-            bindings = with_offsets(bindings, weights)
-            module = module_of(bindings)
-    if target.quantization not in converter.late and module.late is not None and module.late.late:
-        with stage("make the weights in float32"):
-            module = author(family, config, {n: binding(source) for n, binding in bindings.items()}, target.context)
+            del module
+            module = module_of(with_offsets(bindings, weights))
     return reference, converter.write(module, target, folder, stage)

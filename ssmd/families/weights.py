@@ -129,6 +129,16 @@ class Parameters(Mapping[str, Array]):
         return self._bindings[name].blocks(self._source)
 
 
+def make_parameters(bindings: Mapping[str, Binding], source: Tensors, *, late: bool) -> Mapping[str, Array]:
+    """Make the parameters of a module: all values at once, each made one time, or with large ones `late`.
+
+    Raises SourceError.
+    """
+    if late:
+        return Parameters(bindings, source)
+    return {name: binding(source) for name, binding in bindings.items()}
+
+
 def _empty(name: str, shape: tuple[int, ...]) -> Array:
     """Return writable zeros that take no memory yet, after _MARK numbers that depend on the name."""
     nbytes = 4 * math.prod(shape)
