@@ -97,7 +97,8 @@ class Converter(Usual, Protocol):
     """A converter from a module to a runtime's files. The runtime's `build.py` has one, named CONVERTER."""
 
     packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
-    late: ClassVar[tuple[Quantization, ...]]  # for which `write` itself makes large parameters, one at a time
+    late: tuple[Quantization, ...]  # for which `write` itself makes large parameters, one at a time
+    holds: ClassVar[bool]  # whether it then has all quantized weights in memory at once
 
     def prepare(self) -> None:
         """Import packages whose import takes seconds."""
@@ -149,8 +150,9 @@ def needs_of(converter: Converter, bindings: Mapping[str, Binding], target: Targ
     reads = {name: math.prod(shape) for one in bindings.values() for name, shape in one.reads.items()}
     values, largest = sum(reads.values()), max(sum(map(math.prod, one.reads.values())) for one in bindings.values())
     artifact = int(values * _BYTES[target.quantization])
-    late = target.quantization in converter.late
-    return Needs(_BASE_BYTES + 4 * (_COPIES * largest if late else values), 2 * artifact)
+    if target.quantization not in converter.late:
+        return Needs(_BASE_BYTES + 4 * values, 2 * artifact)
+    return Needs(_BASE_BYTES + max(4 * _COPIES * largest, artifact * converter.holds), 2 * artifact)
 
 
 def check_needs(needs: Needs, folder: Path) -> None:
