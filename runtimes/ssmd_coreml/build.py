@@ -38,8 +38,9 @@ class CoreMLConverter:
     most_tokens: int | None = None
     context = 2048
     tiers: tuple[int, ...] = ()  # all functions share one state, and with it the capacity of its caches
+    holds: ClassVar[bool] = True
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "coremltools": "coremltools"}
-    late: ClassVar[tuple[Quantization, ...]] = ()
+    late: tuple[Quantization, ...] = ()
 
     def __init__(self, variant: Variant) -> None:
         self.variant: Variant = variant

@@ -57,7 +57,8 @@ class LiteRTConverter:
     context = 32_768  # where the model has as many
     tiers: tuple[int, ...] = TIERS
     quantizations: tuple[Quantization, ...] = ("int8", "int4", "f32")
-    late: ClassVar[tuple[Quantization, ...]] = ("int8", "f32")
+    late: tuple[Quantization, ...] = ("int8", "f32")
+    holds: ClassVar[bool] = False
     packages: ClassVar[Mapping[str, str]] = {
         "torch": "torch",
         "litert_torch": "litert-torch",

@@ -12,7 +12,8 @@ import itertools
 import math
 import mmap
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -22,8 +23,11 @@ from numpy.typing import NDArray
 from ssmd.build.builder import TIERS, BuildError, Quantization, Shapes, Target
 from ssmd.build.stripping import Constants
 from ssmd.families.offsets import BLOCK, SUFFIX, is_exact, is_multiplied
+from ssmd.families.weights import MARK, Parameters
+from ssmd.machine.installation import to_add
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
+from ssmd.refit.encodings import ENCODINGS, EncodingError
 from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd.runtime.hoststate.signatures import lanes_name
 from ssmd_openvino import library
@@ -42,12 +46,20 @@ _ALIGNMENT = 64  # bytes, of a constant in the file of weights
 _NUMBER = re.compile(r"_\d+|^\d+")  # in a name, which it makes the only one of its kind
 _KEPT_BY_NNCF = ["nncf", "weight_compression", "ignored_scope", "names"]  # names, with their numbers
 _PLACE = re.compile(r'offset="(\d+)" size="(\d+)"')  # of a constant, in the text of an IR
+# The same with the constant's name, type and shape before it.
+_NAMED_PLACE = re.compile(
+    r'(?P<before>name="(?P<name>[^"]*)" type="Const"[^>]*>\s*'
+    r'<data element_type="(?P<type>\w+)" shape="(?P<shape>[^"]*)" )?offset="(?P<offset>\d+)" size="(?P<size>\d+)"'
+)
+_SCALE = "/scale"  # after the name of a constant that nncf has made int8, in the name of its scales
+_AS_FLOAT16 = "_compressed"  # after the name of a constant that is written in float16
+_OTHER = f"install the version that ssmd was made for: {to_add('build')}"
 
 
 class OpenVINOConverter:
     runtime = "openvino"
+    holds: ClassVar[bool] = True
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "openvino": "openvino", "nncf": "nncf"}
-    late: ClassVar[tuple[Quantization, ...]] = ()
 
     def __init__(self, device_class: Literal["cpu", "npu"], passes: Passes | None = None) -> None:
         """`passes`: of XAMBA, run over the graph before its weights are quantized."""
@@ -56,6 +68,9 @@ class OpenVINOConverter:
         self.quantizations: tuple[Quantization, ...] = (
             ("f16", "int8") if device_class == "npu" else ("int8", "int4", "f16", "f32")
         )
+        # The passes are measured with the weights. What is checked for float16 before it is int8 needs them too.
+        late: tuple[Quantization, ...] = ("f16",) if device_class == "npu" else ("int8", "f16", "f32")
+        self.late = late if passes is None else ()
         # Each length is a model that the NPU's compiler takes a minute for, and more the longer it is (docs/npu.md).
         self.buckets: tuple[int, ...] | None = (64,) if device_class == "npu" else None
         self.most_tokens = None if device_class == "npu" else 64
@@ -115,11 +130,12 @@ class OpenVINOConverter:
         with stage("convert"):
             model = converted(module, target.context)
         report = self._rewritten(model, OPEN, stage)
-        with SharedWeights(folder / WEIGHTS) as weights:
+        with SharedWeights(folder / WEIGHTS, module.late) as weights:
+            late = weights.stand_ins(model)
             with stage("quantize"):
                 model = _compressed(model, target.quantization)
             with stage("write"):
-                weights.save(model, folder / f"{OPEN}.xml", target.quantization)
+                weights.save(model, folder / f"{OPEN}.xml", target.quantization, late)
             products = PRODUCTS * sum(m.count > 1 for m in module.plan.experts)
             made: dict[str, Any] = {"experts": {"products": products}} if products else {}
             models = [OPEN]
@@ -130,8 +146,10 @@ class OpenVINOConverter:
                 del model
                 gc.collect()  # models refer to one another
                 with stage(f"convert a decode step of {lanes} streams"):
-                    model = _compressed(converted_lanes(module, lanes), target.quantization)
-                    weights.save(model, folder / f"{lanes_name(lanes)}.xml", target.quantization)
+                    model = converted_lanes(module, lanes)
+                    late = weights.stand_ins(model)
+                    model = _compressed(model, target.quantization)
+                    weights.save(model, folder / f"{lanes_name(lanes)}.xml", target.quantization, late)
                     models.append(lanes_name(lanes))
         del model
         if products:
@@ -146,7 +164,7 @@ class OpenVINOConverter:
 
         counts: dict[str, Any] = {}
         reports: dict[str, Any] = {}
-        with SharedWeights(folder / WEIGHTS) as weights:
+        with SharedWeights(folder / WEIGHTS, module.late) as weights:
             for name, (length, capacity) in signatures((1, *target.buckets), target.tiers).items():
                 with stage(f"convert {name}"):
                     model = converted(module, capacity, length)
@@ -155,8 +173,9 @@ class OpenVINOConverter:
                     if wrong := lint(model):
                         raise BuildError(f"{name} is not a graph for the NPU: {'; '.join(wrong[:3])}")
                     counts[name] = operations(model)
+                    late = weights.stand_ins(model)
                     model = _compressed(model, target.quantization)
-                    weights.save(model, folder / f"{name}.xml", target.quantization)
+                    weights.save(model, folder / f"{name}.xml", target.quantization, late)
                     del model
                     gc.collect()  # models refer to one another
         made: dict[str, Any] = {"npu_lint": "passed", "operations": counts}
@@ -206,12 +225,18 @@ def rewriting(runtime: str, passes: str) -> OpenVINOConverter:
 
 
 class SharedWeights:
-    """One file for the constants of several models, each of which stands in it once."""
+    """One file for the constants of several models, each of which stands in it once.
 
-    def __init__(self, file: Path) -> None:
+    A large parameter of `late` has no values in a model. They are made here, by blocks of rows, in the encoding of the
+    constant that stands for it.
+    """
+
+    def __init__(self, file: Path, late: Parameters | None = None) -> None:
         self._path, self._growing = file, file.with_suffix(".growing")  # a model's own file may have that name
         self._file = self._growing.open("wb")
+        self._late = late
         self._places: dict[bytes, int] = {}
+        self._made: dict[tuple[str, str], int] = {}  # the places of large parameters, by encoding
 
     def __enter__(self) -> SharedWeights:
         return self
@@ -220,23 +245,86 @@ class SharedWeights:
         self._file.close()
         self._growing.replace(self._path)
 
-    def save(self, model: Any, file: Path, quantization: Quantization) -> None:
-        """Write an openvino.Model as an IR over this file."""
-        _save(model, file, quantization)
-        self.take(file)
+    def stand_ins(self, model: Any) -> dict[str, str]:
+        """Return the large parameters of a float32 openvino.Model by the names of the constants that stand for them.
 
-    def take(self, model: Path) -> None:
-        """Take over the weights file of an IR, which goes, and point its text here."""
-        own = model.with_suffix(".bin")
+        Raises BuildError if one of them is not found whole.
+        """
+        late = self._late
+        if late is None or not late.late:
+            return {}
+        marks = {late[name].flat[:MARK].tobytes(): name for name in late.late}
+        found, constants = dict[str, str](), Counter[str]()
+        for op in _constants(model):
+            constants[op.get_friendly_name()] += 1
+            if math.prod(op.get_output_shape(0)) >= MARK and op.get_element_type().get_type_name() == "f32":
+                name = marks.get(op.data.flat[:MARK].tobytes())
+                if name is not None and _axes(op.get_output_shape(0)) == _axes(late.late[name]):
+                    found[op.get_friendly_name()] = name
+        lost = set(late.late) - {name for constant, name in found.items() if constants[constant] == 1}
+        if lost:
+            raise BuildError(f"OpenVINO has not stored the weight {min(lost)} where it can be found; {_OTHER}")
+        return found
+
+    def save(self, model: Any, file: Path, quantization: Quantization, late: Mapping[str, str]) -> None:
+        """Write an openvino.Model as an IR over this file. late: as of `stand_ins`. Raises BuildError as `take`."""
+        before = _save(model, file, quantization)
+        self.take(file, {new: late[old] for new, old in before.items() if old in late})
+
+    def take(self, model: Path, late: Mapping[str, str]) -> None:
+        """Take over the weights file of an IR, which goes, and point its text here.
+
+        late: large parameters by the names of the constants that stand for them. Raises BuildError if one of these does
+        not have the parameter's axes and a known encoding, or if the encoding does not hold its values.
+        """
+        own, found = model.with_suffix(".bin"), set[str]()
         if own.stat().st_size:
             with own.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
 
                 def moved(place: re.Match[str]) -> str:
-                    first, size = int(place[1]), int(place[2])
-                    return f'offset="{self._place(data[first : first + size])}" size="{size}"'
+                    first, size = int(place["offset"]), int(place["size"])
+                    constant = (place["name"] or "").removesuffix(_AS_FLOAT16)
+                    if constant in late:
+                        found.add(late[constant])
+                        at = self._place_late(late[constant], place)
+                    else:
+                        at = self._place(data[first : first + size])
+                    return f'{place["before"] or ""}offset="{at}" size="{size}"'
 
-                model.write_text(_PLACE.sub(moved, model.read_text("utf-8")), "utf-8", newline="\n")
+                model.write_text(_NAMED_PLACE.sub(moved, model.read_text("utf-8")), "utf-8", newline="\n")
         own.unlink()
+        if lost := set(late.values()) - found:
+            raise BuildError(f"OpenVINO has not written the weight {min(lost)} where it can be found; {_OTHER}")
+
+    def _place_late(self, name: str, place: re.Match[str]) -> int:
+        """Return the place of a large parameter, or of its scales. Raises BuildError."""
+        assert self._late is not None
+        shape = _axes(self._late.late[name])
+        known = {
+            ("f16", shape[:-1]): "nncf-int8-scale",
+            ("f32", shape): "f32",
+            ("f16", shape): "f16",
+            ("i8", shape): "nncf-int8",
+        }
+        encoding = known.get((place["type"], _axes(map(int, place["shape"].split(", ")))))
+        if encoding is None:
+            raise BuildError(
+                f"OpenVINO has stored the weight {name} as {place['type']} of shape {place['shape']}, which ssmd "
+                f"does not know; {_OTHER}"
+            )
+        if (name, encoding) not in self._made:
+            self._made[name, encoding] = self._place_parts(self._encoded(name, encoding))
+        return self._made[name, encoding]
+
+    def _encoded(self, name: str, encoding: str) -> Iterator[bytes]:
+        """Yield the bytes of a large parameter in order. Raises BuildError."""
+        assert self._late is not None
+        form, part = ENCODINGS[encoding].form, ENCODINGS[encoding].part
+        try:
+            for rows in self._late.blocks(name):
+                yield np.ascontiguousarray(form(rows)[part]).tobytes()
+        except EncodingError as err:
+            raise BuildError(f"{name}: {err}") from err
 
     def _place(self, content: bytes) -> int:
         digest = hashlib.sha256(content).digest()
@@ -245,6 +333,25 @@ class SharedWeights:
             self._places[digest] = self._file.tell()
             self._file.write(content)
         return self._places[digest]
+
+    def _place_parts(self, parts: Iterable[bytes]) -> int:
+        """Return the place of a constant that is made in parts; it is written, and removed again if it stood there."""
+        end, digest = self._file.tell(), hashlib.sha256()
+        self._file.write(bytes(-end % _ALIGNMENT))
+        at = self._file.tell()
+        for part in parts:
+            digest.update(part)
+            self._file.write(part)
+        known = self._places.setdefault(digest.digest(), at)
+        if known != at:
+            self._file.seek(end)
+            self._file.truncate()
+        return known
+
+
+def _axes(shape: Iterable[int]) -> tuple[int, ...]:
+    """Return a shape without its axes of 1: of the same values in the same order."""
+    return tuple(n for n in shape if n != 1)
 
 
 def _is_int4(name: str, shape: Sequence[int]) -> bool:
@@ -330,18 +437,38 @@ def _compressed(model: Any, quantization: Quantization) -> Any:
     )
 
 
-def _save(model: Any, file: Path, quantization: Quantization) -> None:
+def _save(model: Any, file: Path, quantization: Quantization) -> dict[str, str]:
+    """Write a model as an IR. Returns the names of constants before by those in the file."""
     model.set_friendly_name(file.stem)
-    _renumber(model)
+    before = _renumber(model)
     if model.has_rt_info(_KEPT_BY_NNCF):
         model.set_rt_info("", _KEPT_BY_NNCF)
     library.openvino().save_model(model, file, compress_to_fp16=quantization == "f16")
+    return before
 
 
-def _renumber(model: Any, numbers: Iterator[int] | None = None) -> None:
-    """Replace the numbers in names, which count objects of the whole process, by the place in the graph."""
+def _renumber(model: Any, numbers: Iterator[int] | None = None) -> dict[str, str]:
+    """Replace the numbers in names, which count objects of the whole process, by the place in the graph.
+
+    Returns the names of constants before by those after it; those of scales are the names of what they scale.
+    """
     numbers = itertools.count() if numbers is None else numbers
+    before = {}
     for op in model.get_ordered_ops():
-        op.set_friendly_name(f"{_NUMBER.sub('', op.get_friendly_name())}_{next(numbers)}")
+        old = op.get_friendly_name()
+        new = f"{_NUMBER.sub('', old)}_{next(numbers)}"
+        op.set_friendly_name(new)
+        if op.get_type_name() == "Constant":
+            before[new] = old.removesuffix(_SCALE)
         if op.get_type_name() == "Loop":
-            _renumber(op.get_function(), numbers)
+            before |= _renumber(op.get_function(), numbers)
+    return before
+
+
+def _constants(model: Any) -> Iterator[Any]:
+    """Yield the constants of a model and of its loops' bodies."""
+    for op in model.get_ops():
+        if op.get_type_name() == "Constant":
+            yield op
+        elif op.get_type_name() == "Loop":
+            yield from _constants(op.get_function())

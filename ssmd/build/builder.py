@@ -20,7 +20,7 @@ from ssmd.build.stripping import Constants
 from ssmd.families.offsets import with_offsets
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
-from ssmd.families.weights import Binding, Parameters
+from ssmd.families.weights import Binding, make_parameters
 from ssmd.machine.installation import extra, to_add, to_install
 from ssmd.machine.memory import available, return_big_blocks
 from ssmd.machine.progress import Progress, Stage, staged
@@ -97,7 +97,8 @@ class Converter(Usual, Protocol):
     """A converter from a module to a runtime's files. The runtime's `build.py` has one, named CONVERTER."""
 
     packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
-    late: ClassVar[tuple[Quantization, ...]]  # for which `write` itself makes large parameters, one at a time
+    late: tuple[Quantization, ...]  # for which `write` itself makes large parameters, one at a time
+    holds: ClassVar[bool]  # whether it then has all quantized weights in memory at once
 
     def prepare(self) -> None:
         """Import packages whose import takes seconds."""
@@ -149,8 +150,9 @@ def needs_of(converter: Converter, bindings: Mapping[str, Binding], target: Targ
     reads = {name: math.prod(shape) for one in bindings.values() for name, shape in one.reads.items()}
     values, largest = sum(reads.values()), max(sum(map(math.prod, one.reads.values())) for one in bindings.values())
     artifact = int(values * _BYTES[target.quantization])
-    late = target.quantization in converter.late
-    return Needs(_BASE_BYTES + 4 * (_COPIES * largest if late else values), 2 * artifact)
+    if target.quantization not in converter.late:
+        return Needs(_BASE_BYTES + 4 * values, 2 * artifact)
+    return Needs(_BASE_BYTES + max(4 * _COPIES * largest, artifact * converter.holds), 2 * artifact)
 
 
 def check_needs(needs: Needs, folder: Path) -> None:
@@ -315,23 +317,22 @@ def _write(
     bindings = family.bindings(config)
 
     def module_of(bindings: Mapping[str, Binding]) -> Model:
-        return author(family, config, Parameters(bindings, source), target.context)
+        late = target.quantization in converter.late
+        return author(family, config, make_parameters(bindings, source, late=late), target.context)
 
     with stage("bind the weights"):
         module = module_of(bindings)
+    shapes = _shapes(module)
     with stage("compute golden values"):
         reference = Reference.of(module, tokenizer)
         reference.save(folder / "golden.safetensors")
     if converter.rotates(target.quantization):
         with stage("rotate the weights"):
-            bindings = rotated(bindings)
-            module = module_of(bindings)
+            del module  # before the other form of all its weights is made
+            module = module_of(rotated(bindings))
             reference.check(module)
-    elif weights := converter.offsets(_shapes(module), target.quantization):
+    elif weights := converter.offsets(shapes, target.quantization):
         with stage("divide the weights into blocks"):
-            bindings = with_offsets(bindings, weights)
-            module = module_of(bindings)
-    if target.quantization not in converter.late and module.late is not None and module.late.late:
-        with stage("make the weights in float32"):
-            module = author(family, config, {n: binding(source) for n, binding in bindings.items()}, target.context)
+            del module
+            module = module_of(with_offsets(bindings, weights))
     return reference, converter.write(module, target, folder, stage)

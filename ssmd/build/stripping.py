@@ -20,7 +20,7 @@ import numpy as np
 
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import BLOCK
-from ssmd.families.weights import Array, Binding, Parameters, mapped
+from ssmd.families.weights import Array, Binding, Parameters, make_parameters, mapped
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Tensors
 from ssmd.refit.catalog import SEED, seeded_ids, seeded_tokens, verified
@@ -139,7 +139,7 @@ def written(
     converter.prepare()
     own = {n: b for n, b in bindings.items() if n not in tables}
     late = target.quantization in converter.late
-    parameters = Parameters(own, source) if late else {n: b(source) for n, b in own.items()}
+    parameters = make_parameters(own, source, late=late)
     module = author(family, parsed, parameters, target.context)
     conversion = converter.write(module, target, folder, lambda _: nullcontext())
     files, literals = strip(folder, converter.constants(folder), bindings, source)

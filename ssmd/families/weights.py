@@ -20,7 +20,7 @@ from ssmd.model.source import Tensors
 Array = NDArray[np.float32]
 BLOCK_ELEMENTS = 1 << 18  # 1 MB: what is made of a block stays in a processor's cache
 LATE_BYTES = 1 << 20  # bytes in float32 from which a parameter is made only when it is used
-_MARK = 4  # numbers that distinguish a parameter without values from all others
+MARK = 4  # numbers that distinguish a parameter without values from all others
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,18 @@ class Parameters(Mapping[str, Array]):
         return self._bindings[name].blocks(self._source)
 
 
+def make_parameters(bindings: Mapping[str, Binding], source: Tensors, *, late: bool) -> Mapping[str, Array]:
+    """Make the parameters of a module: all values at once, each made one time, or with large ones `late`.
+
+    Raises SourceError.
+    """
+    if late:
+        return Parameters(bindings, source)
+    return {name: binding(source) for name, binding in bindings.items()}
+
+
 def _empty(name: str, shape: tuple[int, ...]) -> Array:
-    """Return writable zeros that take no memory yet, after _MARK numbers that depend on the name."""
+    """Return writable zeros that take no memory yet, after MARK numbers that depend on the name."""
     nbytes = 4 * math.prod(shape)
     if sys.platform == "win32":
         memory = mmap.mmap(-1, nbytes)
@@ -140,5 +150,5 @@ def _empty(name: str, shape: tuple[int, ...]) -> Array:
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     array = np.frombuffer(memory, np.float32).reshape(shape)
     digest = np.frombuffer(hashlib.sha256(name.encode()).digest(), np.uint16)
-    array.flat[:_MARK] = (digest[:_MARK].astype(np.float32) + 1) / np.float32(1 << 16)
+    array.flat[:MARK] = (digest[:MARK].astype(np.float32) + 1) / np.float32(1 << 16)
     return array

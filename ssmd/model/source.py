@@ -89,7 +89,7 @@ class Source:
         settings = read_json(path / "tokenizer_config.json", optional=True)
         special = _special_tokens(settings, read_json(path / "special_tokens_map.json", optional=True))
         generation = read_json(path / "generation_config.json", optional=True)
-        stops = _stop_tokens(path, generation.get("eos_token_id", config.get("eos_token_id")))
+        stops = _stop_tokens(path, generation.get("eos_token_id", _end_of_config(config)))
         eos = _token_ids(tokenizer_json).get(special.get("eos", ""))
         return Source(
             path=path,
@@ -209,6 +209,13 @@ def _special_tokens(*settings: dict[str, Any]) -> dict[str, str]:
             if isinstance(text, str):
                 found.setdefault(kind, text)
     return found
+
+
+def _end_of_config(config: Mapping[str, Any]) -> Any:
+    """Return config.json's eos_token_id, or that of its `text_config`, where a nested config has it."""
+    text = config.get("text_config")
+    beside = config.get("eos_token_id")
+    return text.get("eos_token_id") if beside is None and isinstance(text, dict) else beside
 
 
 def _stop_tokens(path: Path, value: object) -> list[int]:

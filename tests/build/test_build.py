@@ -23,12 +23,15 @@ from ssmd.build.builder import BuildError
 from ssmd.cli.build import Quant
 from ssmd.cli.build import build as command
 from ssmd.cli.making import BuildFailed
+from ssmd.families import weights
 from ssmd.families.offsets import is_exact
 from ssmd.families.registry import family_of
 from ssmd.model import smollm2
 from ssmd.model.artifact import Artifact
 from ssmd.model.source import Source, SourceError
 from ssmd.runtime.verify import verify
+from ssmd_coreml.build import CONVERTER as COREML
+from ssmd_coreml.build import CoreMLConverter
 from ssmd_litert.build import CONVERTER, LiteRTConverter
 from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 from ssmd_litert.runtime import LiteRTRuntime
@@ -155,6 +158,33 @@ def test_mamba_1_has_no_long_bucket_unless_asked_for(
         with pytest.raises(SeenError) as seen:
             builder.build(CONVERTER, one, tmp_path / "made", name="t", buckets=asked, tiers=(512,))
         assert seen.value.args == (given, (512,))
+
+
+def test_a_converter_of_whole_weights_reads_each_one_time(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module with all values gives the golden values too. Large ones could be made late, and are not."""
+
+    class WrittenError(Exception):
+        """Enough was seen."""
+
+    def write(*arguments: Any) -> None:
+        raise WrittenError
+
+    monkeypatch.setattr(weights, "LATE_BYTES", 2048)
+    monkeypatch.setattr(CoreMLConverter, "write", write)
+    reads: Counter[str] = Counter()
+    tensor = Source.tensor
+
+    def counted(self: Source, name: str, *place: Any) -> NDArray[np.float32]:
+        reads[name] += 1
+        return tensor(self, name, *place)
+
+    monkeypatch.setattr(Source, "tensor", counted)
+    opened = Source.open(source)
+    with pytest.raises(WrittenError):
+        builder.build(COREML, opened, tmp_path / "made", name="t", quantization="int8", buckets=(16,), tiers=(64,))
+    assert reads == dict.fromkeys(opened.tensors, 1)
 
 
 def test_int4(artifacts: TinyArtifacts) -> None:

@@ -245,6 +245,23 @@ def test_stop_tokens_are_those_of_generation_and_tokenizer(tmp_path: Path) -> No
             Source.open(folder)
 
 
+def test_stop_tokens_of_a_nested_config(tmp_path: Path) -> None:
+    """As in transformers: config.json's own field goes before the one in its `text_config`."""
+    folder = write(tmp_path)
+    for fields, expected in (
+        ({"text_config": {"eos_token_id": 3}}, (3,)),
+        ({"text_config": {"eos_token_id": [3, 4]}, "eos_token_id": None}, (3, 4)),
+        ({"text_config": {"eos_token_id": 3}, "eos_token_id": 2}, (2,)),
+        ({"text_config": {"hidden_size": 8}}, ()),
+        ({"text_config": "qwen"}, ()),
+    ):
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
+        assert Source.open(folder).stop_tokens == expected
+    (folder / "config.json").write_text('{"model_type": "llama", "text_config": {"eos_token_id": "2"}}')
+    with pytest.raises(SourceError, match="eos_token_id is '2'"):
+        Source.open(folder)
+
+
 def test_chat_template_places(tmp_path: Path) -> None:
     folder = write(tmp_path)
     settings = folder / "tokenizer_config.json"

@@ -184,7 +184,7 @@ def test_constants_of_several_models_are_kept_once(tmp_path: Path) -> None:
         (tmp_path / f"{name}.bin").write_bytes(data)
     with SharedWeights(tmp_path / WEIGHTS) as shared:
         for name in ("a", "b"):
-            shared.take(tmp_path / f"{name}.xml")
+            shared.take(tmp_path / f"{name}.xml", {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.xml", "b.xml", WEIGHTS]
     content = (tmp_path / WEIGHTS).read_bytes()
     assert content.count(big) == content.count(small) == 1
