@@ -92,8 +92,8 @@ class Settings(BaseSettings):
     )
     remote: Annotated[Path, AfterValidator(folder.expanded)] | None = Field(
         None,
-        description="a folder through which machines share conversations, such as one of a NAS; whoever can read it "
-        "reads everything in it ([remote.md](remote.md))",
+        description="a folder through which machines share conversations, such as one of a NAS; a user with "
+        "access to it reads everything in it ([remote.md](remote.md))",
     )
     host: str = Field("127.0.0.1", description="address to listen on; beyond loopback a key is needed")
     port: int = Field(7763, ge=0, le=65535, description="port to listen on; 0 takes any free one")

@@ -121,7 +121,7 @@ Quota = Annotated[
 Remote = Annotated[
     Path | None,
     typer.Option(
-        help="Share conversations with other machines through this folder. Whoever can read it reads everything.",
+        help="Share conversations with other machines through this folder. A user with access to it reads everything.",
         metavar="DIR",
     ),
 ]

@@ -46,7 +46,7 @@ def push(
 ) -> None:
     """Send sessions to the remote, also those from before it was set. Their text goes, their states do not.
 
-    First it says how many turns and bytes go. Whoever can read the remote's folder reads them.
+    First it says how many turns and bytes go. Every user with access to the remote's folder can read them.
     """
     from ssmd.sessions.remote.link import send
     from ssmd.sessions.remote.sharing import share, shareable

@@ -95,7 +95,7 @@ def told(one: Daemon, id_: str, after: int | None = None) -> list[Fields]:
 
 def without(events: list[Fields]) -> list[Fields]:
     """The events but for what is measured in seconds, or named only to the first client."""
-    found = json.loads(json.dumps(events))
+    found: list[Fields] = json.loads(json.dumps(events))
     for event in found:
         for name in ("completed_at", "usage", "tools"):
             event.get("response", {}).pop(name, None)
@@ -342,7 +342,7 @@ def test_it_waits_for_its_model_and_is_cancelled(three: Several) -> None:
 
 
 def test_a_copy_of_its_files_has_it_as_failed(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    """What a killed daemon leaves is on disk before the client has the id."""
+    """The receipt is on disk before the client has the id."""
     with daemon(artifacts["mamba-f32"], tmp_path / "data", as_program=Saying) as one:
         first = lasting(one, "killed", text=_schema(), metadata={"a": "x" * 500})
         shutil.copytree(tmp_path / "data", tmp_path / "copy")

@@ -199,7 +199,7 @@ def end_receipt(connection: Connection, turn: str, owner: str, facts: Mapping[st
 
 
 def drop_receipt(connection: Connection, turn: str) -> bool:
-    """Remove the receipt of a request, as its turn is written or nobody needs it. Returns True if there was one."""
+    """Remove the receipt of a request, as its turn is written or no client needs it. Returns True if there was one."""
     return bool(connection.execute(delete(receipt_table).where(receipt_table.c.turn == turn)).rowcount)
 
 
