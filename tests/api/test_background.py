@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,13 @@ from saying import Saying
 from serving import Answer
 from several import LLAMA, Several
 
+from ssmd.api.generate.delivery import Delivery
+from ssmd.api.generate.in_flight import InFlightAnswer
+from ssmd.api.http.sse import EventStream
+from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
+from ssmd.api.openai.responses.background import follow
 from ssmd.config import Settings
+from ssmd.engine.request import Delta, Finish, Request, Usage
 from ssmd.sessions.rows import replies
 from ssmd.sessions.store import Store
 
@@ -283,6 +291,42 @@ def test_a_prompt_without_room_fails_it(artifacts: TinyArtifacts, tmp_path: Path
         assert one.engine.metrics.snapshot()["requests"] == {"context_length_exceeded": 1}
         assert send(one, first["id"], "delete").status == 200
         assert gone(get(one, first["id"]))
+
+
+def test_a_follower_misses_no_delta_that_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    deltas = _Raced(Delta(0, "a "))
+    monkeypatch.setattr(InFlightAnswer, "deltas", property(lambda _: (deltas,)))
+    form = ResponseForm("m", {"background": True, "tools": []}, store=True, origins={}, encrypts=False)
+    sent: list[bytes] = []
+
+    async def send_on(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def follows() -> None:
+        delivery, stream = Delivery(), EventStream(send_on, 5, 5)
+        found = InFlightAnswer(Request(()), delivery, partial(ResponseAnswer, form, encoded(form.echo)), lambda: None)
+        await stream.open({})
+        reader = asyncio.create_task(follow(found, -1, stream, asyncio.Event()))
+        while b'"delta":"a "' not in b"".join(sent):
+            await asyncio.sleep(0.01)
+        delivery.put(Finish(("stop",), Usage.of_nothing(None, 0)))
+        await reader
+
+    asyncio.run(follows())
+    assert b'"text":"a b "' in b"".join(sent)
+
+
+class _Raced(list[Delta]):
+    """Deltas to which the engine's thread adds one just after they were read first."""
+
+    def __init__(self, *first: Delta) -> None:
+        super().__init__(first)
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        if len(self) == 1:
+            self.append(Delta(0, "b "))
+        return found
 
 
 def test_other_keys_do_not_see_it(artifacts: TinyArtifacts, tmp_path: Path) -> None:

@@ -255,7 +255,8 @@ async def follow(found: InFlightAnswer, after: int, stream: sse.EventStream, gon
                 news.clear()
                 end = found.end  # read before the deltas: no delta comes after the end
                 deltas = found.deltas[0] if found.deltas else ()
-                new, told = deltas[told:], len(deltas)
+                new = deltas[told:]
+                told += len(new)  # the engine may have added some meanwhile
                 await write_all(map(answer.delta, new), stream, gone)
                 if isinstance(end, Finish):
                     await write_all(answer.ending(end.finish_reasons, end.usage), stream, gone)
