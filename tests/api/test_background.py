@@ -384,6 +384,20 @@ def test_a_copy_of_its_files_has_it_as_failed(artifacts: TinyArtifacts, tmp_path
         first = lasting(one, "killed", text=_schema(), metadata={"a": "x" * 500})
         shutil.copytree(tmp_path / "data", tmp_path / "copy")
         send(one, first["id"])
+def test_requests_at_once_are_bounded_too(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    with daemon(artifacts["mamba-f32"], tmp_path, settings=Settings(max_queue=2), as_program=Saying) as one:
+        scripted(one, "x", ends=False)
+        assert one.store is not None
+        with ThreadPoolExecutor(12) as threads, one.store.writing():  # no receipt can be written meanwhile
+            asked = [threads.submit(ask, one, f"{i}", background=True, **LASTING) for i in range(12)]
+            soon(lambda: sum(answer.done() for answer in asked) == 10)
+        accepted = [answer.result() for answer in asked if answer.result().status == 200]
+        for answer in accepted:
+            send(one, answer.json["id"])
+        assert len(accepted) == 2
+        assert {answer.result().error["code"] for answer in asked if answer.result().status != 200} == {"queue_full"}
+
+
     with daemon(artifacts["mamba-f32"], tmp_path / "copy", as_program=Saying) as one:
         whole = response_of(get(one, first["id"]))
         assert (whole["status"], whole["error"]["code"], whole["output"]) == ("failed", "server_error", [])

@@ -310,8 +310,15 @@ class _Exchange:
             self._answering = self._front.under_way.enter(answering)
             await self._engage(answering)
             return answering.head
-        last, end = self.delivery.last, receipt.end
-        self._answering = self._front.under_way.enter(answering, lambda done: end(request, last.result(), done))
+        last, end, answering.carried = self.delivery.last, receipt.end, True
+
+        def ended(done: Callable[[], None]) -> None:
+            if answering.accepted:
+                end(request, last.result(), done)
+            else:
+                done()
+
+        self._answering = self._front.under_way.enter(answering, ended)
         try:
             await receipt.write(request)
             answering.accepted = True

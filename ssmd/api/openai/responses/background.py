@@ -63,8 +63,8 @@ class Receipts:
         return Receipt(self._write, self._end, lambda head, status: written(head).object(status))
 
     async def _write(self, request: Request) -> None:
-        running = self._under_way.accepted
-        if len(running) >= self._most:
+        running = self._under_way.carried
+        if len(running) > self._most:  # this one is among them
             said = (
                 f"Too many requests: {self._most} responses are under way in the background already. Try again later."
             )
