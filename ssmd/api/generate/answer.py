@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ssmd.api.generate.idempotency import REPLAYED
 from ssmd.api.http.errors import IGNORED
 from ssmd.engine.host.models import Model
-from ssmd.engine.request import Delta, Event, FinishReason, Request, TokenLogprob, Usage, calls_of, label
+from ssmd.engine.request import Delta, Event, FinishReason, Request, TokenLogprob, Usage, calls_of, joined, label
 from ssmd.engine.terms import Rejection
 from ssmd.text.messages import ToolCall
 
@@ -53,12 +53,14 @@ class WholeChoice:
     calls: tuple[ToolCall, ...] = ()
 
     @staticmethod
+    deltas: tuple[Delta, ...] = ()  # the same in the order in which it was written, in few parts
     def of(deltas: Sequence[Delta], finish_reason: FinishReason) -> WholeChoice:
         """Join the deltas of a choice."""
         said = "".join(delta.text for delta in deltas if not delta.reasoning)
         thought = "".join(delta.text for delta in deltas if delta.reasoning)
         logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
-        return WholeChoice(said, logprobs, finish_reason, thought, calls_of(deltas))
+        parts = tuple(deltas if logprobs else joined(deltas))
+        return WholeChoice(said, logprobs, finish_reason, thought, calls_of(deltas), parts)
 
 
 class Answer(ABC):

@@ -26,11 +26,11 @@ from ssmd.api.generate.in_flight import InFlightAnswer
 from ssmd.api.http import sse
 from ssmd.api.http.errors import cut
 from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded, ending, response_id
-from ssmd.api.openai.responses.stored import form_of, said_text
+from ssmd.api.openai.responses.stored import form_of
 from ssmd.api.operation import Service
 from ssmd.engine.decode.queue import unavailable
-from ssmd.engine.persist.replay import cut_again
-from ssmd.engine.request import CallDelta, Delta, Event, Failure, Finish, Request, Usage, generation_of, turn_of
+from ssmd.engine.persist.replay import cut_again, parts_of
+from ssmd.engine.request import Delta, Event, Failure, Finish, Request, Usage, generation_of, turn_of
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, Turn
@@ -180,21 +180,11 @@ def retold(turn: Turn, facts: Mapping[str, Any], instructions: str | None, after
     yield from answer.closing(status, why, usage, int(turn.created_at.timestamp()))
 
 
-def _deltas(turn: Turn, facts: Mapping[str, Any]) -> Iterator[Delta]:
+def _deltas(turn: Turn, facts: Mapping[str, Any]) -> Iterable[Delta]:
     """Return the deltas of a stored answer."""
-    text, reasoning = said_text(turn.answer.content[facts.get("begun", 0) :]), turn.answer.reasoning
-    calls = turn.answer.tool_calls
-    found = cut_again(facts.get("cuts", []), text, reasoning, calls)
-    return _whole(text, reasoning, calls) if found is None else found
-
-
-def _whole(text: str, reasoning: str, calls: Iterable[Any]) -> Iterator[Delta]:
-    if reasoning:
-        yield Delta(0, reasoning, reasoning=True)
-    if text:
-        yield Delta(0, text)
-    for number, call in enumerate(calls):
-        yield Delta(0, "", call=CallDelta(number, call.id, call.name, call.arguments))
+    parts = parts_of(turn.answer, facts)
+    found = cut_again(facts.get("cuts", []), parts)
+    return parts if found is None else found
 
 
 class EventResponse(Response):
