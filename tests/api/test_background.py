@@ -293,6 +293,20 @@ def test_a_repeated_request_gets_the_same_response(tiny: Daemon) -> None:
     assert (third["id"], third["status"], text_of(third)) == (whole["id"], "incomplete", text_of(whole))
 
 
+def test_a_repeated_stream_has_the_same_events(tiny: Daemon) -> None:
+    scripted(tiny, "x", ends=False)
+    body = {"model": tiny.model, "input": "stream", "background": True, "stream": True, **LASTING}
+    body, key = {**body, "max_output_tokens": 300}, {"idempotency-key": "stream in the background"}
+    named = request(body, RESPONSES).replace(b"\r\n\r\n", b"\r\nidempotency-key: stream in the background\r\n\r\n", 1)
+    with closing(tiny.served.connect(named)) as one:
+        _until(one, b"output_text.delta")
+    second, third = (tiny.served.ask("POST", RESPONSES, body, key) for _ in range(2))
+    assert second.headers["idempotent-replayed"] == third.headers["idempotent-replayed"] == "true"
+    id_ = events_of(second)[0]["response"]["id"]
+    assert without(events_of(second)) == without(events_of(third)) == without(told(tiny, id_))
+    assert tiny.served.ask("POST", RESPONSES, {**body, "input": "other"}, key).status == 422
+
+
 def test_a_follower_misses_no_delta_that_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     deltas = _Raced(Delta(0, "a "))
     monkeypatch.setattr(InFlightAnswer, "deltas", property(lambda _: (deltas,)))
@@ -329,6 +343,29 @@ class _Raced(list[Delta]):
         return found
 
 
+def _schema() -> Fields:
+    return {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}
+
+
+def test_a_prompt_without_room_fails_it(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    with daemon(artifacts["llama-f32"], tmp_path) as one:
+        first = begin(one, "word " * 3000)
+        whole = ended(one, first["id"])
+        assert (whole["status"], whole["error"]["code"]) == ("failed", "context_length_exceeded")
+        assert [event["type"] for event in told(one, first["id"])] == [
+            "response.created",
+            "response.queued",
+            "response.failed",
+        ]
+        assert [event["type"] for event in told(one, first["id"], 30)] == ["response.failed"]
+        assert one.store is not None
+        assert one.store.sessions() == []
+        assert response_of(send(one, first["id"])) == whole
+        assert one.engine.metrics.snapshot()["requests"] == {"context_length_exceeded": 1}
+        assert send(one, first["id"], "delete").status == 200
+        assert gone(get(one, first["id"]))
+
+
 def test_other_keys_do_not_see_it(artifacts: TinyArtifacts, tmp_path: Path) -> None:
     alice, bob, looks = bearer("alice-has-this-one"), bearer("bob-has-this-one"), bearer("alice-looks-only")
     settings = Settings(api_keys_file=written(tmp_path / "keys", KEYS))
@@ -361,6 +398,20 @@ def test_a_full_daemon_accepts_no_more(artifacts: TinyArtifacts, tmp_path: Path)
         assert ended(one, begin(one, "c", "It rains.")["id"])["status"] == "completed"
 
 
+def test_requests_at_once_are_bounded_too(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    with daemon(artifacts["mamba-f32"], tmp_path, settings=Settings(max_queue=2), as_program=Saying) as one:
+        scripted(one, "x", ends=False)
+        assert one.store is not None
+        with ThreadPoolExecutor(12) as threads, one.store.writing():  # no receipt can be written meanwhile
+            asked = [threads.submit(ask, one, f"{i}", background=True, **LASTING) for i in range(12)]
+            soon(lambda: sum(answer.done() for answer in asked) == 10)
+        accepted = [answer.result() for answer in asked if answer.result().status == 200]
+        for answer in accepted:
+            send(one, answer.json["id"])
+        assert len(accepted) == 2
+        assert {answer.result().error["code"] for answer in asked if answer.result().status != 200} == {"queue_full"}
+
+
 def test_it_waits_for_its_model_and_is_cancelled(three: Several) -> None:
     with three.held_back(LLAMA) as gate:
         body = {"model": "llama", "input": "wait", "background": True, "max_output_tokens": 5}
@@ -384,20 +435,6 @@ def test_a_copy_of_its_files_has_it_as_failed(artifacts: TinyArtifacts, tmp_path
         first = lasting(one, "killed", text=_schema(), metadata={"a": "x" * 500})
         shutil.copytree(tmp_path / "data", tmp_path / "copy")
         send(one, first["id"])
-def test_requests_at_once_are_bounded_too(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    with daemon(artifacts["mamba-f32"], tmp_path, settings=Settings(max_queue=2), as_program=Saying) as one:
-        scripted(one, "x", ends=False)
-        assert one.store is not None
-        with ThreadPoolExecutor(12) as threads, one.store.writing():  # no receipt can be written meanwhile
-            asked = [threads.submit(ask, one, f"{i}", background=True, **LASTING) for i in range(12)]
-            soon(lambda: sum(answer.done() for answer in asked) == 10)
-        accepted = [answer.result() for answer in asked if answer.result().status == 200]
-        for answer in accepted:
-            send(one, answer.json["id"])
-        assert len(accepted) == 2
-        assert {answer.result().error["code"] for answer in asked if answer.result().status != 200} == {"queue_full"}
-
-
     with daemon(artifacts["mamba-f32"], tmp_path / "copy", as_program=Saying) as one:
         whole = response_of(get(one, first["id"]))
         assert (whole["status"], whole["error"]["code"], whole["output"]) == ("failed", "server_error", [])

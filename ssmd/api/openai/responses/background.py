@@ -54,13 +54,15 @@ _NOT_STORED = Rejection(
 class Receipts:
     """Writes the receipts of responses in the background, as a trust domain's."""
 
-    def __init__(self, on: Service, store: Store) -> None:
+    def __init__(self, on: Service, store: Store, events: Callable[[Store, str, int], Iterator[bytes]]) -> None:
+        """Begin. events: yields those of a stored response, by its id, after a number."""
+        self._events = events
         self._store, self._pool, self._writer = store, on.gate.store, on.host.writer
         self._under_way, self._most = on.under_way, on.settings.max_queue
 
     def of(self, written: Callable[[ResponseInfo], ResponseAnswer]) -> Receipt:
         """Return the receipt of a request. written: builds its answer."""
-        return Receipt(self._write, self._end, lambda head, status: written(head).object(status))
+        return Receipt(self._write, self._end, lambda head, status: written(head).object(status), self._again)
 
     async def _write(self, request: Request) -> None:
         running = self._under_way.carried
@@ -75,6 +77,15 @@ class Receipts:
             await self._pool.run(write, request.client)
         except StoreError as err:
             raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
+
+    async def _again(self, request: Request, id_: str, stream: sse.EventStream, gone: asyncio.Event) -> None:
+        try:
+            found = self._under_way.find(id_, request.domain)
+        except Rejection:
+            stored = partial(self._events, self._store, response_id(id_), -1)
+            await write_all(await self._pool.run(stored, request.client), stream, gone)
+        else:
+            await follow(found, -1, stream, gone)
 
     def _end(self, request: Request, last: Event, done: Callable[[], None]) -> None:
         """Write how a response ended that got no turn, on the writer's thread. Then call `done`."""
