@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from several import LLAMA, Several
 
 from ssmd.api.generate.delivery import Delivery
 from ssmd.api.generate.in_flight import InFlightAnswer, InFlightAnswers
-from ssmd.api.openai.responses.answer import ResponseAnswer
+from ssmd.api.http.sse import EventStream
+from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
+from ssmd.api.openai.responses.background import follow
 from ssmd.config import Settings
-from ssmd.engine.request import Finish, Request, Usage
+from ssmd.engine.request import Delta, Finish, Request, Usage
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.rows import replies
@@ -37,6 +40,10 @@ from ssmd.sessions.store import Store
 
 Fields = dict[str, Any]
 LASTING: Fields = {"logit_bias": NO_END, "max_output_tokens": 4000}
+ODD = (
+    *("<think>\n\nhm\n\n</think>\n\n  x  \n", "<think>a</think>b<think>c</think>d", "hm</think>\n\nyes"),
+    *("<think>\nhm", f"before {CALL} after"),
+)
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 KEYS = "alice alice-has-this-one\nbob bob-has-this-one\nalice alice-looks-only read-only\n"
 
@@ -160,6 +167,25 @@ def test_a_synchronous_response_is_told_again_in_one_piece(tiny: Daemon) -> None
     assert events[-1]["response"]["output"][0]["content"] == first["output"][0]["content"]
 
 
+@pytest.mark.parametrize("background", [True, False])
+def test_odd_answers_are_the_same_live_and_later(background: bool, tiny: Daemon) -> None:
+    """Text between calls, and reasoning whose marks the stored text shows otherwise."""
+    for said in ODD:
+        live = events_of(ask(tiny, "Paris?", said, tools=TOOLS, background=background, stream=True))
+        id_, output = live[0]["response"]["id"], live[-1]["response"]["output"]
+        assert without(told(tiny, id_))[-1]["response"]["output"] == output, said
+        assert response_of(get(tiny, id_))["output"] == output, said
+        if background:
+            assert without(told(tiny, id_)) == without(live), said
+        whole = response_of(ask(tiny, "Paris?", said, tools=TOOLS))
+        assert _bare(whole["output"]) == _bare(response_of(get(tiny, whole["id"]))["output"]) == _bare(output), said
+
+
+def _bare(output: list[Fields]) -> list[Any]:
+    """Items without the ids that each answer has of its own."""
+    return [(item["type"], item["id"][-2:], item.get("arguments"), item.get("content")) for item in output]
+
+
 def test_two_readers_follow_it_to_its_end(tiny: Daemon) -> None:
     first = lasting(tiny, "follow", max_output_tokens=400)
     with ThreadPoolExecutor() as threads:
@@ -269,6 +295,56 @@ def test_a_repeated_request_gets_the_same_response(tiny: Daemon) -> None:
     assert (third["id"], third["status"], text_of(third)) == (whole["id"], "incomplete", text_of(whole))
 
 
+def test_a_repeated_stream_has_the_same_events(tiny: Daemon) -> None:
+    scripted(tiny, "x", ends=False)
+    body = {"model": tiny.model, "input": "stream", "background": True, "stream": True, **LASTING}
+    body, key = {**body, "max_output_tokens": 300}, {"idempotency-key": "stream in the background"}
+    named = request(body, RESPONSES).replace(b"\r\n\r\n", b"\r\nidempotency-key: stream in the background\r\n\r\n", 1)
+    with closing(tiny.served.connect(named)) as one:
+        _until(one, b"output_text.delta")
+    second, third = (tiny.served.ask("POST", RESPONSES, body, key) for _ in range(2))
+    assert second.headers["idempotent-replayed"] == third.headers["idempotent-replayed"] == "true"
+    id_ = events_of(second)[0]["response"]["id"]
+    assert without(events_of(second)) == without(events_of(third)) == without(told(tiny, id_))
+    assert tiny.served.ask("POST", RESPONSES, {**body, "input": "other"}, key).status == 422
+
+
+def test_a_follower_misses_no_delta_that_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    deltas = _Raced(Delta(0, "a "))
+    monkeypatch.setattr(InFlightAnswer, "deltas", property(lambda _: (deltas,)))
+    form = ResponseForm("m", {"background": True, "tools": []}, store=True, origins={}, encrypts=False)
+    sent: list[bytes] = []
+
+    async def send_on(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def follows() -> None:
+        delivery, stream = Delivery(), EventStream(send_on, 5, 5)
+        found = InFlightAnswer(Request(()), delivery, partial(ResponseAnswer, form, encoded(form.echo)), lambda: None)
+        await stream.open({})
+        reader = asyncio.create_task(follow(found, -1, stream, asyncio.Event()))
+        while b'"delta":"a "' not in b"".join(sent):
+            await asyncio.sleep(0.01)
+        delivery.put(Finish(("stop",), Usage.of_nothing(None, 0)))
+        await reader
+
+    asyncio.run(follows())
+    assert b'"text":"a b "' in b"".join(sent)
+
+
+class _Raced(list[Delta]):
+    """Deltas to which the engine's thread adds one just after they were read first."""
+
+    def __init__(self, *first: Delta) -> None:
+        super().__init__(first)
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        if len(self) == 1:
+            self.append(Delta(0, "b "))
+        return found
+
+
 def _schema() -> Fields:
     return {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}
 
@@ -322,6 +398,20 @@ def test_a_full_daemon_accepts_no_more(artifacts: TinyArtifacts, tmp_path: Path)
         for id_ in two:
             send(one, id_)
         assert ended(one, begin(one, "c", "It rains.")["id"])["status"] == "completed"
+
+
+def test_requests_at_once_are_bounded_too(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    with daemon(artifacts["mamba-f32"], tmp_path, settings=Settings(max_queue=2), as_program=Saying) as one:
+        scripted(one, "x", ends=False)
+        assert one.store is not None
+        with ThreadPoolExecutor(12) as threads, one.store.writing():  # no receipt can be written meanwhile
+            asked = [threads.submit(ask, one, f"{i}", background=True, **LASTING) for i in range(12)]
+            soon(lambda: sum(answer.done() for answer in asked) == 10)
+        accepted = [answer.result() for answer in asked if answer.result().status == 200]
+        for answer in accepted:
+            send(one, answer.json["id"])
+        assert len(accepted) == 2
+        assert {answer.result().error["code"] for answer in asked if answer.result().status != 200} == {"queue_full"}
 
 
 def test_it_waits_for_its_model_and_is_cancelled(three: Several) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,8 +10,9 @@ from typing import Any, Literal
 
 from ssmd.api.generate.idempotency import REPLAYED
 from ssmd.api.http.errors import IGNORED
+from ssmd.api.http.sse import EventStream
 from ssmd.engine.host.models import Model
-from ssmd.engine.request import Delta, Event, FinishReason, Request, TokenLogprob, Usage, calls_of, label
+from ssmd.engine.request import Delta, Event, FinishReason, Request, TokenLogprob, Usage, calls_of, joined, label
 from ssmd.engine.terms import Rejection
 from ssmd.text.messages import ToolCall
 
@@ -51,6 +53,7 @@ class WholeChoice:
     finish_reason: FinishReason
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
+    deltas: tuple[Delta, ...] = ()  # the same in the order in which it was written, in few parts
 
     @staticmethod
     def of(deltas: Sequence[Delta], finish_reason: FinishReason) -> WholeChoice:
@@ -58,7 +61,8 @@ class WholeChoice:
         said = "".join(delta.text for delta in deltas if not delta.reasoning)
         thought = "".join(delta.text for delta in deltas if delta.reasoning)
         logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
-        return WholeChoice(said, logprobs, finish_reason, thought, calls_of(deltas))
+        parts = tuple(deltas if logprobs else joined(deltas))
+        return WholeChoice(said, logprobs, finish_reason, thought, calls_of(deltas), parts)
 
 
 class Answer(ABC):
@@ -90,12 +94,14 @@ class Receipt:
     """The record of a request that goes on without its client.
 
     write: writes it, before the client gets the answer's id; raises Rejection. end: writes how the answer ended, then
-    calls a function in the event loop. body: returns the JSON for the client, with a status.
+    calls a function in the event loop. body: returns the JSON for the client, with a status. again: writes the events
+    of the answer that an earlier attempt got, by its id, until an asyncio event is set.
     """
 
     write: Callable[[Request], Awaitable[None]]
     end: Callable[[Request, Event, Callable[[], None]], None]
     body: Callable[[ResponseInfo, str], bytes]
+    again: Callable[[Request, str, EventStream, asyncio.Event], Awaitable[None]]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Delivery:
         self._followers: set[asyncio.Event] = set()
         self._gone = self._stopped = False
         self.background = False
+        self.left = asyncio.Event()  # set when the client is gone
         self.last: asyncio.Future[Event] = self._loop.create_future()  # Finish or Failure, even if it is not read
 
     def __call__(self, event: Event) -> None:
@@ -94,6 +95,7 @@ class Delivery:
     def leave(self) -> None:
         """Note that the client left. Work on its request ends at its next `check`, unless it is in the background."""
         self._gone = True
+        self.left.set()
         while not self._events.empty():
             self._events.get_nowait()
         self._events.put_nowait(None)

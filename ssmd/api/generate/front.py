@@ -136,6 +136,11 @@ class Front:
         answer, delivery = exchange.parsed.answer(head), exchange.delivery
         if not stream.opened:
             await stream.open(head.headers)
+        if exchange.retold:
+            assert exchange.parsed.receipt is not None
+            await exchange.parsed.receipt.again(exchange.request, head.id, stream, delivery.left)
+            await stream.close()
+            return
         openings = list(answer.opening())
         if exchange.parsed.background:
             await _write_all(stream, openings)
@@ -169,6 +174,7 @@ class _Exchange:
     def __init__(self, front: Front, raw: bytes, http: HttpRequest, delivery: Delivery) -> None:
         self.delivery, self.scope = delivery, http.scope
         self.head: ResponseInfo | None = None  # once the engine has the request, or an earlier answer is replayed
+        self.retold = False  # its receipt writes the events of an earlier attempt's answer
         self.accepted: bytes | None = None  # JSON for the client of an answer that goes on without it
         self._front, self._raw, self._http = front, raw, http
         self._host = front.host
@@ -184,6 +190,11 @@ class _Exchange:
     def parsed(self) -> ParsedRequest:
         assert self._parsed is not None, "parse comes first"
         return self._parsed
+
+    @property
+    def request(self) -> Request:
+        assert self._request is not None, "parse comes first"
+        return self._request
 
     def placed(self, error: Rejection) -> Rejection:
         """Return an error with its place in the body as the protocol names it."""
@@ -232,15 +243,16 @@ class _Exchange:
         assert self._mark is not None
         if not (self._request.store and self._host.keeps):
             return self._begun(await self._submit(self._request))
-        if self.parsed.receipt is not None and not self.parsed.stream:
+        if self.parsed.receipt is not None:
             earlier = self._front.repeats.accepted(self._mark)
             if earlier:
                 return await self._join(earlier, self.parsed.receipt)
         attempt, reply = await self._front.repeats.enter(self._mark, self.delivery, self._client)
         if reply is not None and reply.complete:
             attempt.end()
-            self.delivery.replay(events(reply))
-            said = reply.answer
+            said, self.retold = reply.answer, self.parsed.receipt is not None and self.parsed.stream
+            if not self.retold:
+                self.delivery.replay(events(reply))
             return self._begun(
                 ResponseInfo(said["id"], said["created"], reply.session, self._caller.name, replayed=True)
             )
@@ -310,8 +322,15 @@ class _Exchange:
             self._answering = self._front.under_way.enter(answering)
             await self._engage(answering)
             return answering.head
-        last, end = self.delivery.last, receipt.end
-        self._answering = self._front.under_way.enter(answering, lambda done: end(request, last.result(), done))
+        last, end, answering.carried = self.delivery.last, receipt.end, True
+
+        def ended(done: Callable[[], None]) -> None:
+            if answering.accepted:
+                end(request, last.result(), done)
+            else:
+                done()
+
+        self._answering = self._front.under_way.enter(answering, ended)
         try:
             await receipt.write(request)
             answering.accepted = True
@@ -342,8 +361,9 @@ class _Exchange:
         await found.noted.wait()
         if not found.accepted:
             raise found.end.error if isinstance(found.end, Failure) else INTERNAL
-        head = replace(found.head, replayed=True)
-        self.accepted = receipt.body(self.parsed.headed(head), "queued" if found.waits else "in_progress")
+        head, self.retold = replace(found.head, replayed=True), self.parsed.stream
+        if not self.retold:
+            self.accepted = receipt.body(self.parsed.headed(head), "queued" if found.waits else "in_progress")
         return self._begun(head)
 
     async def _again(self) -> None:

@@ -33,6 +33,7 @@ class InFlightAnswer:
     lost: Callable[[], None]  # counts it if its client leaves while no engine has it
     generation: Generation | MultiPrompt | None = None  # None until an engine has it
     stopped: bool = False
+    carried: bool = False  # it goes on without its client, as soon as it is accepted
     accepted: bool = False  # it was written down, and goes on without its client
     noted: asyncio.Event = field(default_factory=asyncio.Event)  # set when `accepted` is known
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # set when its end is written down too
@@ -148,9 +149,9 @@ class InFlightAnswers:
         task.add_done_callback(self._tasks.discard)
 
     @property
-    def accepted(self) -> list[str]:
-        """List the ids of the answers that go on without their clients and have not ended."""
-        return [id_ for id_, one in self._answers.items() if one.accepted and one.end is None]
+    def carried(self) -> list[str]:
+        """List the ids of the answers that go on without their clients, or will once accepted, and have not ended."""
+        return [id_ for id_, one in self._answers.items() if one.carried and one.end is None]
 
     @contextmanager
     def alone(self, conversation: str) -> Iterator[None]:

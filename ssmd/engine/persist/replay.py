@@ -10,7 +10,7 @@ from ssmd.engine.decode.choice import Choice
 from ssmd.engine.decode.generation import GenerationInput
 from ssmd.engine.request import LEAST_LOGPROB, CallDelta, Delta, Event, Finish, TokenLogprob, Usage, joined
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
-from ssmd.text.messages import ToolCall
+from ssmd.text.messages import THINK_END, Message
 
 TEXT, REASONING, CALL = 0, 1, 2  # kinds of deltas in `cuts_of`
 
@@ -33,7 +33,8 @@ def keep(asked: GenerationInput, choices: Sequence[Choice], done: Finish, key: R
 def _facts(asked: GenerationInput, choices: Sequence[Choice], done: Finish) -> dict[str, Any] | None:
     """Return the facts to keep with the answer's turn: those of its request, and how it went.
 
-    A request whose facts have `cuts` gets there how its deltas cut the answer, so that they can be sent again.
+    A request whose facts have `cuts` gets there how its deltas cut the answer, so that they can be sent again. `said`
+    are the parts that were sent, where those of the stored answer are others.
     """
     facts = asked.request.facts
     if facts is None:
@@ -41,7 +42,51 @@ def _facts(asked: GenerationInput, choices: Sequence[Choice], done: Finish) -> d
     how: dict[str, Any] = {"created": asked.created, "begun": len(asked.prompt.begun), "usage": asdict(done.usage)}
     if "cuts" in facts:
         how["cuts"] = cuts_of(choices[0].deltas)
+    begun, (choice, *_) = asked.prompt.begun, choices
+    said = _sent(choice.deltas)
+    if said != _stored(Message("assistant", begun + choice.text, tool_calls=choice.calls), len(begun)):
+        how["said"] = said
     return {**facts, **how, "finish_reason": done.finish_reasons[0]}
+
+
+def parts_of(answer: Message, facts: Mapping[str, Any]) -> list[Delta]:
+    """Return the parts of a stored answer in the order in which they were sent: reasoning, text, and whole calls."""
+    said = facts.get("said")
+    parts = []
+    for kind, text, *named in _stored(answer, facts.get("begun", 0)) if said is None else said:
+        if kind < CALL:
+            parts.append(Delta(0, text, reasoning=kind == REASONING))
+        else:
+            id_, name = named
+            number = sum(part.call is not None for part in parts)
+            parts.append(Delta(0, "", call=CallDelta(number, id_, name, text)))
+    return parts
+
+
+def _sent(deltas: Sequence[Delta]) -> list[list[Any]]:
+    """Return the parts of an answer as they were sent: [kind, text], or [CALL, arguments, id, name]."""
+    parts: list[tuple[list[Any], list[str]]] = []
+    for delta in deltas:
+        call, kind = delta.call, REASONING if delta.reasoning else TEXT
+        if call is not None:
+            if call.name:
+                parts.append(([CALL, call.id, call.name], []))
+            parts[-1][1].append(call.arguments)
+        elif delta.text or delta.logprobs:
+            if not parts or parts[-1][0] != [kind]:
+                parts.append(([kind], []))
+            parts[-1][1].append(delta.text)
+    return [[kind, "".join(texts), *named] for (kind, *named), texts in parts]
+
+
+def _stored(answer: Message, begun: int) -> list[list[Any]]:
+    """Return the parts of an answer by its stored form. begun: characters that its client wrote."""
+    text = answer.content[begun:]
+    if THINK_END in text:
+        text = text.rpartition(THINK_END)[2].lstrip("\n")
+    parts: list[list[Any]] = [[REASONING, answer.reasoning]] if answer.reasoning else []
+    parts += [[TEXT, text]] if text else []
+    return [*parts, *([CALL, call.arguments, call.id, call.name] for call in answer.tool_calls)]
 
 
 def cuts_of(deltas: Sequence[Delta]) -> list[list[int]]:
@@ -63,11 +108,19 @@ def cuts_of(deltas: Sequence[Delta]) -> list[list[int]]:
     return runs
 
 
-def cut_again(
-    runs: Sequence[Sequence[int]], text: str, reasoning: str, calls: Sequence[ToolCall]
-) -> Iterator[Delta] | None:
-    """Return the deltas of an answer as `cuts_of` found them, without log-probabilities; None if they do not fit it."""
-    whole = {TEXT: text, REASONING: reasoning, **{CALL + i: call.arguments for i, call in enumerate(calls)}}
+def cut_again(runs: Sequence[Sequence[int]], parts: Sequence[Delta]) -> Iterator[Delta] | None:
+    """Return the deltas of an answer as `cuts_of` found them, without log-probabilities; None if they do not fit it.
+
+    parts: those of the stored answer.
+    """
+    whole: dict[int, str] = {TEXT: "", REASONING: ""}
+    calls: list[CallDelta] = []
+    for part in parts:
+        if part.call is not None:
+            whole[CALL + len(calls)] = part.call.arguments
+            calls.append(part.call)
+        else:
+            whole[REASONING if part.reasoning else TEXT] += part.text
     lengths = dict.fromkeys(whole, 0)
     for kind, *cuts in runs:
         if kind not in lengths:
@@ -79,7 +132,7 @@ def cut_again(
     return _cut(runs, whole, calls)
 
 
-def _cut(runs: Sequence[Sequence[int]], whole: Mapping[int, str], calls: Sequence[ToolCall]) -> Iterator[Delta]:
+def _cut(runs: Sequence[Sequence[int]], whole: Mapping[int, str], calls: Sequence[CallDelta]) -> Iterator[Delta]:
     at = dict.fromkeys(whole, 0)
     for kind, *cuts in runs:
         for i, length in enumerate(cuts):

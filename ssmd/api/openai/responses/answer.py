@@ -86,18 +86,12 @@ class ResponseAnswer(Answer):
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         [choice] = choices
-        output: list[Item] = []
-        if choice.reasoning:
-            output.append(self._form.reasoning(self._id(0), choice.reasoning))
-        if choice.text or not choice.calls:
-            logprobs = [_logprob(entry) for entry in choice.logprobs]
-            output.append(self._form.message(self._id(len(output)), choice.text, logprobs))
-        for call in choice.calls:
-            output.append(self._form.call(self._id(len(output)), call.id, call.name, call.arguments))
+        for delta in choice.deltas:
+            self.delta(delta)
         status, why = ending(choice.finish_reason, usage, background=self._form.background)
-        if status != "completed":
-            output[-1] = {**output[-1], "status": "incomplete"}
-        return self._joined(self._response(status, output, usage, why)).encode()
+        for _ in self.closing(status, why, usage):  # the events themselves are not needed
+            pass
+        return self._joined(self._response(status, self._output, usage, why)).encode()
 
     def opening(self) -> Iterator[bytes]:
         if self._form.background:  # it may wait for long; `response.in_progress` comes with the first word

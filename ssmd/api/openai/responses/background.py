@@ -26,11 +26,11 @@ from ssmd.api.generate.in_flight import InFlightAnswer
 from ssmd.api.http import sse
 from ssmd.api.http.errors import cut
 from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded, ending, response_id
-from ssmd.api.openai.responses.stored import form_of, said_text
+from ssmd.api.openai.responses.stored import form_of
 from ssmd.api.operation import Service
 from ssmd.engine.decode.queue import unavailable
-from ssmd.engine.persist.replay import cut_again
-from ssmd.engine.request import CallDelta, Delta, Event, Failure, Finish, Request, Usage, generation_of, turn_of
+from ssmd.engine.persist.replay import cut_again, parts_of
+from ssmd.engine.request import Delta, Event, Failure, Finish, Request, Usage, generation_of, turn_of
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, Turn
@@ -54,17 +54,19 @@ _NOT_STORED = Rejection(
 class Receipts:
     """Writes the receipts of responses in the background, as a trust domain's."""
 
-    def __init__(self, on: Service, store: Store) -> None:
+    def __init__(self, on: Service, store: Store, events: Callable[[Store, str, int], Iterator[bytes]]) -> None:
+        """Begin. events: yields those of a stored response, by its id, after a number."""
+        self._events = events
         self._store, self._pool, self._writer = store, on.gate.store, on.host.writer
         self._under_way, self._most = on.under_way, on.settings.max_queue
 
     def of(self, written: Callable[[ResponseInfo], ResponseAnswer]) -> Receipt:
         """Return the receipt of a request. written: builds its answer."""
-        return Receipt(self._write, self._end, lambda head, status: written(head).object(status))
+        return Receipt(self._write, self._end, lambda head, status: written(head).object(status), self._again)
 
     async def _write(self, request: Request) -> None:
-        running = self._under_way.accepted
-        if len(running) >= self._most:
+        running = self._under_way.carried
+        if len(running) > self._most:  # this one is among them
             said = (
                 f"Too many requests: {self._most} responses are under way in the background already. Try again later."
             )
@@ -75,6 +77,15 @@ class Receipts:
             await self._pool.run(write, request.client)
         except StoreError as err:
             raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
+
+    async def _again(self, request: Request, id_: str, stream: sse.EventStream, gone: asyncio.Event) -> None:
+        try:
+            found = self._under_way.find(id_, request.domain)
+        except Rejection:
+            stored = partial(self._events, self._store, response_id(id_), -1)
+            await write_all(await self._pool.run(stored, request.client), stream, gone)
+        else:
+            await follow(found, -1, stream, gone)
 
     def _end(self, request: Request, last: Event, done: Callable[[], None]) -> None:
         """Write how a response ended that got no turn, on the writer's thread. Then call `done`."""
@@ -177,21 +188,11 @@ def retold(turn: Turn, facts: Mapping[str, Any], instructions: str | None, after
     yield from answer.closing(status, why, usage, int(turn.created_at.timestamp()))
 
 
-def _deltas(turn: Turn, facts: Mapping[str, Any]) -> Iterator[Delta]:
+def _deltas(turn: Turn, facts: Mapping[str, Any]) -> Iterable[Delta]:
     """Return the deltas of a stored answer."""
-    text, reasoning = said_text(turn.answer.content[facts.get("begun", 0) :]), turn.answer.reasoning
-    calls = turn.answer.tool_calls
-    found = cut_again(facts.get("cuts", []), text, reasoning, calls)
-    return _whole(text, reasoning, calls) if found is None else found
-
-
-def _whole(text: str, reasoning: str, calls: Iterable[Any]) -> Iterator[Delta]:
-    if reasoning:
-        yield Delta(0, reasoning, reasoning=True)
-    if text:
-        yield Delta(0, text)
-    for number, call in enumerate(calls):
-        yield Delta(0, "", call=CallDelta(number, call.id, call.name, call.arguments))
+    parts = parts_of(turn.answer, facts)
+    found = cut_again(facts.get("cuts", []), parts)
+    return parts if found is None else found
 
 
 class EventResponse(Response):
@@ -252,7 +253,8 @@ async def follow(found: InFlightAnswer, after: int, stream: sse.EventStream, gon
                 news.clear()
                 end = found.end  # read before the deltas: no delta comes after the end
                 deltas = found.deltas[0] if found.deltas else ()
-                new, told = deltas[told:], len(deltas)
+                new = deltas[told:]
+                told += len(new)  # the engine may have added some meanwhile
                 await write_all(map(answer.delta, new), stream, gone)
                 if isinstance(end, Finish):
                     await write_all(answer.ending(end.finish_reasons, end.usage), stream, gone)

@@ -25,7 +25,7 @@ from ssmd.api.openai.responses.body import (
     to_request,
     variables_of,
 )
-from ssmd.api.openai.responses.state import History, facts_of
+from ssmd.api.openai.responses.state import History, facts_of, stored_events
 from ssmd.api.openai.responses.tools import ResponseTools
 from ssmd.api.openai.tokenize import MAX_TOKENS, TextEndpoints
 from ssmd.api.operation import Endpoint, Service
@@ -44,7 +44,7 @@ def endpoint(on: Service) -> Endpoint:
 
     def read_for(domain: Domain) -> Read:
         history = History(None if on.store is None else on.store.of(domain))
-        receipts = None if on.store is None else Receipts(on, on.store.of(domain))
+        receipts = None if on.store is None else Receipts(on, on.store.of(domain), stored_events)
         return partial(_read, on.host, history, receipts, fields, truncate, keep_volatile)
 
     return on.front_for(read_for)

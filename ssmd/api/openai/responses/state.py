@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -190,15 +190,7 @@ class StoredResponses:
             return EventResponse(partial(follow, begun, after), begun.head.headers, self._stall_s, self._silence_s)
 
         def told(store: Store) -> EventResponse:
-            with store.snapshot() as stored:
-                id_ = _known(request.path_params["id"])
-                receipt = stored.receipt(id_)
-                if receipt is not None:
-                    events = retold_end(id_, receipt, after)
-                else:
-                    turn, facts = _found(stored, id_)
-                    first = stored.first(turn).content if facts.get("instructed") else None
-                    events = retold(turn, facts, first, after)
+            events = stored_events(store, request.path_params["id"], after)
             return EventResponse(partial(write_all, events), {}, self._stall_s, self._silence_s)
 
         return await self._ask(request, told)
@@ -339,6 +331,18 @@ def _items(stored: Snapshot, turn_id: str) -> list[Item]:
         return [] if number is None else ConversationItems(stored, one).of_part(number - 1)
     turn, facts = _found(stored, turn_id)
     return [*given_in(turn, facts), *output_of(turn, facts)]
+
+
+def stored_events(store: Store, id_: str, after: int) -> Iterator[bytes]:
+    """Return the events of a response that has ended, but those up to number `after`. Raises Rejection."""
+    with store.snapshot() as stored:
+        turn_id = _known(id_)
+        receipt = stored.receipt(turn_id)
+        if receipt is not None:
+            return retold_end(turn_id, receipt, after)
+        turn, facts = _found(stored, turn_id)
+        first = stored.first(turn).content if facts.get("instructed") else None
+    return retold(turn, facts, first, after)
 
 
 def _found(stored: Snapshot, turn_id: str) -> tuple[Turn, Mapping[str, Any]]:

@@ -18,12 +18,14 @@ from starlette.responses import Response
 from ssmd.api.http.body import StrictModel, brief, object_with
 from ssmd.api.openai.responses.answer import ResponseForm
 from ssmd.api.openai.responses.tools import ToolOrigin
+from ssmd.engine.persist.replay import parts_of
+from ssmd.engine.request import Delta
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.rows.conversations import Conversation, Entry, place_of
 from ssmd.sessions.rows.excerpts import BLOCK
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.turn import Turn, UnknownSession
-from ssmd.text.messages import THINK_END, Message
+from ssmd.text.messages import Message
 
 Item = dict[str, Any]
 Facts = Mapping[str, Any]
@@ -184,7 +186,8 @@ class ItemList(ABC):
         answer = part.answer
         if answer is None:
             answer = self._stored.answer(part.turn, part.facts["blocks"])
-        yield from said_as(answer.content[part.begun :], answer, form_of(part.facts), _digits(part.turn))
+        facts = part.facts if part.begun == part.facts.get("begun", 0) else {}
+        yield from said_as(parts_of(answer, facts), form_of(part.facts), _digits(part.turn))
 
     def _said(self, names: Sequence[str]) -> tuple[Mapping[str, Sequence[Message]], Mapping[str, Facts]]:
         """Read the messages of turns, but of long ones, and their facts."""
@@ -290,8 +293,7 @@ def form_of(facts: Facts) -> ResponseForm:
 
 def output_of(turn: Turn, facts: Facts) -> Iterator[Item]:
     """Yield the items of a turn's answer, without a beginning that the client wrote."""
-    answer, begun = turn.answer, facts.get("begun", 0)
-    yield from said_as(answer.content[begun:], answer, form_of(facts), _digits(turn.id))
+    yield from said_as(parts_of(turn.answer, facts), form_of(facts), _digits(turn.id))
 
 
 def given_in(turn: Turn, facts: Facts) -> Iterator[Item]:
@@ -301,22 +303,17 @@ def given_in(turn: Turn, facts: Facts) -> Iterator[Item]:
         yield from said(message, form, f"{_digits(turn.id)}_i{i}", custom)
 
 
-def said_as(content: str, answer: Message, form: ResponseForm, digits: str) -> Iterator[Item]:
-    """Yield the items of an answer. content: its text. digits: of their ids."""
-    count, text = 0, said_text(content)
-    if answer.reasoning:
-        yield form.reasoning(f"{digits}_0", answer.reasoning)
-        count = 1
-    if text or not answer.tool_calls:
-        yield form.message(f"{digits}_{count}", text)
-        count += 1
-    for i, call in enumerate(answer.tool_calls, count):
-        yield form.call(f"{digits}_{i}", call.id, call.name, call.arguments)
-
-
-def said_text(content: str) -> str:
-    """Return the text of an answer without its reasoning."""
-    return content.rpartition(THINK_END)[2].lstrip("\n") if THINK_END in content else content
+def said_as(parts: Iterable[Delta], form: ResponseForm, digits: str) -> Iterator[Item]:
+    """Yield the items of an answer, as its stream had them. parts: as of `parts_of`. digits: of their ids."""
+    count, last = 0, None
+    for count, last in enumerate(parts, 1):
+        id_ = f"{digits}_{count - 1}"
+        if last.call is not None:
+            yield form.call(id_, last.call.id, last.call.name, last.call.arguments)
+        else:
+            yield (form.reasoning if last.reasoning else form.message)(id_, last.text)
+    if last is None or last.reasoning:
+        yield form.message(f"{digits}_{count}", "")
 
 
 def custom_calls(messages: Sequence[Message], facts: Facts) -> frozenset[str]:
@@ -333,7 +330,7 @@ def said(message: Message, form: ResponseForm, digits: str, custom: frozenset[st
         fields = {"call_id": message.tool_call_id, "output": message.content}
         yield {"id": f"{prefix}_{digits}", "type": kind, "status": "completed", **fields}
     elif message.role == "assistant":
-        yield from said_as(message.content, message, form, digits)
+        yield from said_as(parts_of(message, {}), form, digits)
     else:
         part = {"type": "input_text", "text": message.content}
         yield form.item("message", digits, role=message.role, content=[part])
