@@ -145,7 +145,9 @@ class Rope:
 
     def frequencies(self, rotated: int) -> Pairs:
         """Compute the radians per token of each pair of values, (R/2,)."""
-        periods = np.float32(self.theta) ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))
+        powers = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
+        # A float64 power, rounded: NumPy's float32 one with AVX-512 is off by its last two bits, as are far angles.
+        periods = (self.theta ** powers.astype(np.float64)).astype(np.float32)
         if self.scaling is None:
             return (1 / periods).astype(np.float32)
         return self.scaling.frequencies(periods, self.theta).astype(np.float32)
