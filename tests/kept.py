@@ -5,9 +5,8 @@ costs the few bytes of a reference, and a folder of 2 MB takes 20 to 70 kB. Rest
 to the last bit, without PyTorch or a converter. keys.json has a digest for each: of the code, the packages and the
 request. With another digest, or from another source, nothing is restored, and it is built.
 
-NumPy's power of float32 has another last bit on a processor with AVX-512. So RoPE's tables differ there for some head
-sizes, and with them the parameters that an artifact is compressed after, and the artifact itself. Such an artifact is
-kept once for each kind of processor: NAME.tar.zst and NAME.2.tar.zst.
+A processor may round a parameter otherwise than another one. Then the artifact, which is compressed after its
+parameters, is kept once for each kind of processor: NAME.tar.zst and NAME.2.tar.zst.
 
 As a program it keeps what today's code makes: scripts/keep.
 """
