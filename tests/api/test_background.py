@@ -441,6 +441,7 @@ def test_a_copy_of_its_files_has_it_as_failed(artifacts: TinyArtifacts, tmp_path
         whole = response_of(get(one, first["id"]))
         assert (whole["status"], whole["error"]["code"], whole["output"]) == ("failed", "server_error", [])
         assert "Send the request again" in whole["error"]["message"]
+        assert whole.keys() == first.keys()
         for name in ("id", "created_at", "model", "metadata", "background", "text"):
             assert whole[name] == first[name], name
         assert one.store is not None

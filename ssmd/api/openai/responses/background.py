@@ -157,7 +157,7 @@ def retold_end(turn: str, receipt: Mapping[str, Any], after: int) -> Iterator[by
 
 
 def _of_receipt(turn: str, receipt: Mapping[str, Any], after: int) -> ResponseAnswer:
-    echo = {**receipt["echo"], "instructions": None, "tools": []}
+    echo = {**receipt["echo"], "instructions": None, "tools": []}  # texts, which no receipt has
     form = ResponseForm(receipt["model"], echo, store=True, origins={}, encrypts=False)
     head = ResponseInfo(generation_of(turn), receipt["created"], None)
     return ResponseAnswer(form, encoded(form.echo), head, after)
