@@ -434,7 +434,6 @@ def test_what_cannot_be_is_refused_by_name(tiny: Daemon) -> None:
         ({"conversation": {}}, "conversation.id"),
         ({"conversation": id_, "store": False}, "store"),
         ({"conversation": id_, "session": "ses_1"}, "session"),
-        ({"conversation": id_, "background": True, "store": False}, "background"),
     ):
         answer = ask(tiny, "c", **fields)
         assert (answer.status, answer.error["param"]) == (400, param), answer.body

@@ -479,8 +479,8 @@ ROWS = _ROW.findall((ROOT / "docs" / "responses.md").read_text("utf-8"))
 
 @pytest.mark.parametrize(("name", "example", "what"), ROWS, ids=[row[0] for row in ROWS])
 def test_a_row_of_the_fields_holds(tiny: Daemon, name: str, example: str, what: str) -> None:
-    fields = {name: tiny.model if name == "model" else json.loads(example)}
-    body = {"model": tiny.model, "input": "a", "store": False, "tools": TOOLS, **fields, "max_output_tokens": 2}
+    fields = {name: tiny.model if name == "model" else json.loads(example)} | {"max_output_tokens": 2}
+    body = {"model": tiny.model, "input": "a", "store": name == "background", "tools": TOOLS, **fields}
     answer = tiny.served.ask("POST", RESPONSES, body)
     if what == "refused":
         assert answer.status == 400
