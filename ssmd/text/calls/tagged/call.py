@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from os.path import commonpath
+from itertools import takewhile
 from typing import Any, Literal
 
 from ssmd.text.calls.body import Body
@@ -101,7 +101,7 @@ class TaggedCall(Body):
         """Read the first tag."""
         rest = self._rest
         if not rest.startswith(FUNCTION):
-            end = len(commonpath((rest, FUNCTION)))
+            end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(rest, FUNCTION, strict=False)))
         else:
             found = _NAME.match(rest, len(FUNCTION))
             assert found is not None
