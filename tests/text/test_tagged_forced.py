@@ -11,14 +11,18 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from reading import read
 from text.test_forced import vocabulary
 from text.test_tagged_calls import call
 
+from ssmd.engine.sampling.trial import limits
 from ssmd.text.calls.forced import forced
 from ssmd.text.calls.formats import QWEN_3_5
+from ssmd.text.calls.tagged.kinds import kinds_of
 from ssmd.text.schemas import UnsupportedSchema, enforceable
 
 END = "\n</parameter>\n"
@@ -56,8 +60,24 @@ SCHEMAS: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "string or list": (
         {"anyOf": [{"type": "string", "maxLength": 8}, {"type": "array", "items": {"type": "integer"}, "maxItems": 2}]},
-        ["x", [1, 2]],
-        [[1, 2, 3], {"a": 1}],
+        ["x", '{"a": 1}', "2026", [1, 2]],
+        [[1, 2, 3], {"a": 12345}],
+    ),
+    # Strings that begin as numbers do are none of these.
+    "date or number": (
+        {"anyOf": [{"type": "string", "maxLength": 10}, {"type": "number", "maximum": 9, "minimum": 0}]},
+        ["2026-11-28", "-x", "5 a", "5.", "007", "1e", "", "{", 5, 0.5],
+        [10, -1, "5\n"],
+    ),
+    "digits or integer": (
+        {"type": ["string", "integer"], "maxLength": 4, "maximum": 9, "minimum": 0},
+        ["5.5", "9a", "[1]", 7],
+        [10, "-5"],
+    ),
+    "words or constants": (
+        {"anyOf": [{"type": "string", "maxLength": 6}, {"const": False}, {"type": "null"}]},
+        ["Truth", "none", "TRUE", False, None],
+        ["true", "True", "false", "null"],
     ),
     "reference": ({"$ref": "#/$defs/state"}, ["on", "off"], ["x"]),
     "list of references": ({"type": "array", "items": {"$ref": "#/$defs/state"}, "maxItems": 1}, [["on"]], [["x"]]),
@@ -88,7 +108,7 @@ def grammar(parameters: Any) -> str:
 
 def passes(text: str, lark: str) -> bool:
     known, _ = vocabulary(())
-    matcher = LLMatcher(known, LLMatcher.grammar_from_lark(lark))
+    matcher = LLMatcher(known, LLMatcher.grammar_from_lark(lark), limits=limits())
     assert not matcher.is_error(), matcher.get_error()
     ids = known.tokenize_str(text)
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
@@ -120,7 +140,8 @@ def test_what_is_drawn_is_valid(name: str) -> None:
     mask = allocate_token_bitmask(1, known.vocab_size)
     parameters = parameters_of(SCHEMAS[name][0])
     for seed in range(4):
-        matcher, drawn, ids = LLMatcher(known, LLMatcher.grammar_from_lark(grammar_of(name))), random.Random(seed), []
+        drawn, ids = random.Random(seed), list[int]()
+        matcher = LLMatcher(known, LLMatcher.grammar_from_lark(grammar_of(name)), limits=limits())
         while not matcher.is_accepting():
             assert len(ids) < 2000
             fill_next_token_bitmask(matcher, mask)
@@ -194,3 +215,41 @@ def test_what_tags_cannot_hold_is_an_error_with_its_place(parameters: Any, way: 
     with pytest.raises(UnsupportedSchema) as caught:
         grammar({"type": "object", **parameters})
     assert caught.value.way == way
+
+
+def _doubled(levels: int) -> dict[str, Any]:
+    """A schema that refers twice to the next level, and so on: 2^levels ways."""
+    refs = {f"l{i}": {"anyOf": [{"$ref": f"#/$defs/l{i + 1}"}] * 8} for i in range(levels)}
+    return {**refs, f"l{levels}": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"$ref": "#/$defs/l0"}}, "$defs": _doubled(10)},
+        {"$ref": "#/$defs/l0", "$defs": _doubled(10)},
+        {"allOf": [{"anyOf": [{"properties": {f"p{i}{n}": {}}} for n in "ab"]} for i in range(30)]},
+        {"properties": {"a": {"type": "string", "anyOf": [{"$ref": "#/properties/a"}] * 8}}},
+    ],
+)
+def test_hostile_schemas_are_refused_at_once(parameters: Any) -> None:
+    tools = [{"function": {"name": "f", "parameters": {"type": "object", **parameters}}}]
+    with pytest.raises(UnsupportedSchema):
+        forced(QWEN_3_5, tools, several=False, thought=None, controls={})
+    assert len(kinds_of(parameters)) < 100
+
+
+pieces = ["</parameter>", "\n", " ", "<parameter=", "b", ">", "</function>", "<function=", "</tool_call>", "</", "x"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(pieces), max_size=8).map("".join))
+def test_a_forced_string_is_read_as_it_was_allowed(text: str) -> None:
+    """The grammar's ends of a value are the reader's."""
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}, "required": ["a"]}
+    said = call(("a", text))
+    found = [json.loads(arguments) for _, arguments, _ in read(QWEN_3_5, [said], tools={"f": parameters}).calls]
+    if passes(said, grammar_of("string")):
+        assert found == [{"a": text}]
+    elif "<parameter=" not in text:  # of these tags, the reader takes only the tool's own as an end
+        assert found != [{"a": text}] or "\n</parameter>\n" in f"\n{text}\n"

@@ -92,13 +92,15 @@ def _bound(request: Request, format_: Format) -> tuple[list[Mapping[str, Any]], 
         found = enforced({**schema, "type": "object"}, param).schema
         check_size(found, param)
         tools.append({"function": {"name": function["name"], "parameters": schema and found}})
-        try:
-            forced(format_, tools[-1:], several=False, thought=None, controls={})
-        except UnsupportedSchema as err:
-            said = f"{param}{err.way} {err.why}"
-            raise Rejection(said, code="unsupported_schema", param=param + err.way) from None
         text = json.dumps({"grammars": [{"json_schema": found}]}, ensure_ascii=False)
         parts.append(Grammar(text, param))
+        if format_.tagged:  # its cost does not follow from the schema's, so it is no plain grammar
+            try:
+                text = forced(format_, tools[-1:], several=False, thought=None, controls={})
+            except UnsupportedSchema as err:
+                said = f"{param}{err.way} {err.why}"
+                raise Rejection(said, code="unsupported_schema", param=param + err.way) from None
+            parts.append(Grammar(text, param))
     return tools, tuple(parts)
 
 

@@ -22,36 +22,43 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 CALL_END = "</tool_call>"
 MOST_NAME = 256  # characters
-_MOST_GAP = 64  # spaces between the tags that end a value
-_GAP = rf"[{SPACES}]{{0,{_MOST_GAP}}}"
-_BEHIND = (
-    PARAMETER,
-    FUNCTION_END,
-    FUNCTION,
-    CALL_END,
-)  # what a value's last tag stands before: otherwise it is the value's text
-# The end of a value: its last tag before another one, or the call's last tags without it.
-_END = re.compile(
-    rf"\n?{PARAMETER_END}{_GAP}(?={'|'.join(_BEHIND)})|\n?(?={FUNCTION_END}{_GAP}{CALL_END})|\n(?={PARAMETER}([^<>\n]+)>)"
-)
-_NAME = re.compile(r"[^<>\n]*")
 _AROUND_NAMES = " \"'"
-_LONGEST = len(PARAMETER_END) + _MOST_GAP + max(map(len, _BEHIND)) + MOST_NAME
+_NAME = re.compile(r"[^<>\n]*")
 Way = Literal["", "string", "json", "at its end"]
+Step = tuple[str, str]  # patterns of a text, and of all that it may begin with, which may be empty
+
+
+def _tag(*tags: str) -> Step:
+    beginnings = sorted({tag[:n] for tag in tags for n in range(len(tag))}, reverse=True)
+    return f"(?:{'|'.join(tags)})", f"(?:{'|'.join(beginnings)})"
+
+
+_BREAK: Step = ("\n", "")
+_MAYBE_BREAK: Step = ("\n?", "")
+_GAP: Step = (r"[ \t\r\n]{0,64}", r"[ \t\r\n]{0,64}")
+_KEY: Step = (rf"([^<>\n]{{1,{MOST_NAME}}})", rf"[^<>\n]{{0,{MOST_NAME}}}")
+# The ends of a value, each with the steps behind it that it stands before; without them it is the value's text. These
+# are its last tag before another one, the call's last tags without it, and the tag of the next argument without it.
+_ENDS: tuple[tuple[tuple[Step, ...], tuple[Step, ...]], ...] = (
+    ((_MAYBE_BREAK, _tag(PARAMETER_END), _GAP), (_tag(PARAMETER, FUNCTION_END, FUNCTION, CALL_END),)),
+    ((_MAYBE_BREAK,), (_tag(FUNCTION_END), _GAP, _tag(CALL_END))),
+    ((_BREAK,), (_tag(PARAMETER), _KEY, _tag(">"))),
+)
+# Patterns of texts that would end a value, each with what is behind it, and of some more: they have no counts, as
+# grammars cannot exclude these cheaply.
+END_PATTERNS = tuple(re.sub(r"\{\d+,\d+\}", "*", "".join(t for t, _ in (*end, *behind))) for end, behind in _ENDS)
+_END = re.compile("|".join(f"{''.join(t for t, _ in end)}(?={''.join(t for t, _ in behind)})" for end, behind in _ENDS))
+_LONGEST = 2 * MOST_NAME  # characters of an end with what is behind it, at most
 
 
 @cache
 def _beginning() -> re.Pattern[str]:
     """Return the pattern of a text's end that may begin the end of a value."""
-    last = f"{PARAMETER_END}{_GAP}(?:{'|'.join(map(_begun, _BEHIND))})?"
-    over = f"{FUNCTION_END}{_GAP}(?:{_begun(CALL_END)})?"
-    next_ = rf"\n(?:{_begun(PARAMETER)}|{PARAMETER}[^<>\n]{{0,{MOST_NAME}}})"
-    return re.compile(rf"(?:\n?(?:{_begun(PARAMETER_END)}|{last}|{_begun(FUNCTION_END)}|{over})|{next_}|\n)\Z")
-
-
-def _begun(tag: str) -> str:
-    """Return a pattern of all beginnings of a tag but the tag itself."""
-    return "|".join(re.escape(tag[:n]) for n in range(len(tag) - 1, 0, -1))
+    found = []
+    for end, behind in _ENDS:
+        steps = (*end, *behind)
+        found += ["".join(text for text, _ in steps[:i]) + begun for i, (_, begun) in enumerate(steps)]
+    return re.compile(rf"(?:{'|'.join(found)})\Z")
 
 
 class TaggedCall(Body):

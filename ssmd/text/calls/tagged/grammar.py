@@ -12,25 +12,26 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ssmd.text.calls.tagged.call import PARAMETER, PARAMETER_END
-from ssmd.text.calls.tagged.kinds import kinds
+from ssmd.text.calls.tagged.call import END_PATTERNS, PARAMETER, PARAMETER_END
+from ssmd.text.calls.tagged.kinds import CONSTANTS, Known, kinds
 from ssmd.text.closed import names_all
 from ssmd.text.patterns import alternatives
 from ssmd.text.schemas import UnsupportedSchema, allows_all, resolve, step, type_of
 
 _ANY = "(?s:.*)"
 _END = f"\n{PARAMETER_END}\n"
-# Texts within a value that would be read as its end.
-_ENDS = (
-    rf"/{_ANY}<\/parameter>[ \t\r\n]*(<parameter=|<\/function>|<function=|<\/tool_call>){_ANY}/",
-    rf"/{_ANY}<\/function>[ \t\r\n]*<\/tool_call>{_ANY}/",
-    rf"/({_ANY}\n)?<parameter={_ANY}/",
-)
-_NO_END = " & ".join(f"~{end}" for end in _ENDS)
-_NO_JSON = rf"~/[ \t\r\n]*[-0-9\[{{]{_ANY}/"  # beginnings of numbers, lists and objects
+# Beginnings of values by their type, which a string beside that type must not have: it would be read as one of them.
+_BEGINNINGS = {
+    "integer": r"-?(0|[1-9][0-9]*)\n",
+    "number": r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?\n",
+    "array": r"[ \t\r\n]*\[",
+    "object": r"[ \t\r\n]*\{",
+}
 _CONSTANTS = ((True, "boolean", "True"), (False, "boolean", "False"), (None, "null", "None"))
 _NAMES = r"/[^<>\n]+/ & ~/([ \"'](?s:.*)|(?s:.*)[ \"'])/"  # that can stand in a tag
-_MAX_STEPS = 12  # references and alternatives that are followed
+_MAX_STEPS = 12  # references and alternatives that are followed, one behind the other
+_MAX_PARTS = 10_000  # parts of a schema that are followed, each as often as it is referred to
+_MAX_CHARS = 256 << 10  # characters of the rules
 _HEX = "[0-9a-fA-F]"
 _HOST = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -74,11 +75,31 @@ class _Arguments:
     def __init__(self, name: str, root: Any, spacing: Mapping[str, Any]) -> None:
         self._name, self._root, self._spacing = name, root, spacing
         self._rules: list[str] = []
-        self._values = 0
+        self._values = self._parts = self._chars = 0
+        self._known: Known = {}
 
     def rules(self) -> list[str]:
-        ways = [self._object(one, way) for one, way in _shapes(self._root, self._root, "", 0)]
+        ways = [self._object(one, way) for one, way in self._shapes(self._root, "", 0)]
         return [f"{self._name}: {' | '.join(ways)}", *self._rules]
+
+    def _shapes(self, schema: Any, way: str, depth: int) -> list[tuple[dict[str, Any], str]]:
+        """Return the shapes that an object may have, each with its place: the schemas that it joins are made one."""
+        self._count(way)
+        if depth > _MAX_STEPS:
+            raise UnsupportedSchema(way, "refers to itself, which is not supported for this model's calls")
+        if not isinstance(schema, dict):
+            return [({}, way)] if schema is not False else []
+        found = [({key: value for key, value in schema.items() if key not in _JOINS}, way)]
+        groups = [[(resolve(self._root, schema["$ref"]), f"{way}.$ref")]] if "$ref" in schema else []
+        groups += [[(one, f"{way}.allOf[{i}]")] for i, one in enumerate(schema.get("allOf", []))]
+        for key in _EITHER:
+            if key in schema:
+                groups.append([(one, f"{way}.{key}[{i}]") for i, one in enumerate(schema[key])])
+        for group in groups:
+            more = [shape for one, at in group for shape in self._shapes(one, at, depth + 1)]
+            self._count(way, len(found) * len(more))
+            found = [(_joined(a, b, at), at) for a, _ in found for b, at in more]
+        return found
 
     def _object(self, schema: dict[str, Any], way: str) -> str:
         """Write the arguments of one shape, in the order of its properties."""
@@ -109,7 +130,7 @@ class _Arguments:
         for pattern, one in schema.get("patternProperties", {}).items():
             at = f"{way}.patternProperties{step(pattern)}"
             others.append((f"{_pattern(pattern, at)[1:-1]}", one, at))
-        if len({kinds(one, self._root) for _, one, _ in others if one is not False}) > 1:
+        if len({kinds(one, self._root, self._known) for _, one, _ in others if one is not False}) > 1:
             why = "allows values of other types under names of another kind, which this model's calls cannot tell apart"
             raise UnsupportedSchema(others[-1][2], why)
         found = []
@@ -127,19 +148,21 @@ class _Arguments:
     def _value(self, schema: Any, way: str) -> str:
         """Add the rules of a value with the line breaks around it and its last tag. Return their name."""
         self._values += 1
-        name = f"{self._name}_{self._values}"
-        allowed = kinds(schema, self._root)
+        name, before = f"{self._name}_{self._values}", len(self._rules)
+        allowed = kinds(schema, self._root, self._known)
         words = [_text(word) for value, kind, word in _CONSTANTS if kind in allowed and self._permits(schema, value, 0)]
-        rest = allowed - {"string", "boolean", "null"}
-        if allows_all(schema):
-            rest = frozenset()
+        rest = frozenset[str]() if allows_all(schema) else allowed - {"string", "boolean", "null"}
         texts = self._strings(schema, way, 0) if "string" in allowed else None
+        lines = [f"({' | '.join(words)}) {_text(_END)}"] if words else []
         if texts is not None:
-            words.append(" & ".join(filter(None, (f"({texts})", _NO_END, _NO_JSON if rest else ""))))
+            others = [f"{word}{_escaped(_END)}" for word, (kind, _) in CONSTANTS.items() if kind in allowed]
+            others += (f"{_BEGINNINGS[kind]}{_ANY}" for kind in sorted(rest))
+            # One exclusion from the whole: several, or one before its end, are too costly to follow.
+            lines.append(f"(({texts}) {_text(_END)}) & ~/{'|'.join([_WITH_END, *others])}/")
         ways = []
-        if words:
+        if lines:
             kind = f"{name.upper()}_TEXT"
-            self._rules += [f"{name}_text[lazy]: {kind}", f"{kind}: ({' | '.join(words)}) {_text(_END)}"]
+            self._rules += [f"{name}_text[lazy]: {kind}", f"{kind}: {' | '.join(f'({line})' for line in lines)}"]
             ways.append(f"{_text(chr(10))} {name}_text")
         if rest:
             ways.append(f"{_text(chr(10))} {name}_json {_text(_END)}")
@@ -148,7 +171,16 @@ class _Arguments:
         if not ways:
             raise UnsupportedSchema(way, "allows no value")
         self._rules.append(f"{name}: {' | '.join(ways)}")
+        self._chars += sum(map(len, self._rules[before:]))
+        if self._chars > _MAX_CHARS:
+            raise UnsupportedSchema(way, f"comes to a grammar of more than {_MAX_CHARS} characters up to here")
         return name
+
+    def _count(self, way: str, parts: int = 1) -> None:
+        """Count parts of the schema that are followed. Raises UnsupportedSchema if these are too many."""
+        self._parts += parts
+        if self._parts > _MAX_PARTS:
+            raise UnsupportedSchema(way, f"has more than {_MAX_PARTS} alternatives, with those of what it refers to")
 
     def _embedded(self, schema: Any) -> dict[str, Any]:
         """Return a part of the schema as one of its own, with what it refers to."""
@@ -159,6 +191,7 @@ class _Arguments:
 
     def _permits(self, schema: Any, value: bool | None, depth: int) -> bool:
         """Return True if a boolean or null is valid by a schema."""
+        self._count("")
         if not isinstance(schema, dict) or depth > _MAX_STEPS:
             return schema is not False
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -173,6 +206,7 @@ class _Arguments:
 
     def _strings(self, schema: Any, way: str, depth: int) -> str | None:
         """Return an expression for the strings that are valid by a schema; None if none is."""
+        self._count(way)
         if not isinstance(schema, dict):
             return None if schema is False else f"/{_ANY}/"
         if depth > _MAX_STEPS:
@@ -205,22 +239,6 @@ class _Arguments:
 
 _EITHER = ("anyOf", "oneOf")
 _JOINS = ("$ref", "allOf", *_EITHER)
-
-
-def _shapes(schema: Any, root: Any, way: str, depth: int) -> list[tuple[dict[str, Any], str]]:
-    """Return the shapes that an object may have, each with its place: the schemas that it joins are made one."""
-    if depth > _MAX_STEPS:
-        raise UnsupportedSchema(way, "refers to itself, which is not supported for this model's calls")
-    if not isinstance(schema, dict):
-        return [({}, way)] if schema is not False else []
-    found = [({key: value for key, value in schema.items() if key not in _JOINS}, way)]
-    groups = [[(resolve(root, schema["$ref"]), f"{way}.$ref")]] if "$ref" in schema else []
-    groups += [[(one, f"{way}.allOf[{i}]")] for i, one in enumerate(schema.get("allOf", []))]
-    groups += [[(one, f"{way}.{key}[{i}]") for i, one in enumerate(schema[key])] for key in _EITHER if key in schema]
-    for group in groups:
-        more = [shape for one, at in group for shape in _shapes(one, root, at, depth + 1)]
-        found = [(_joined(a, b, at), at) for a, _ in found for b, at in more]
-    return found
 
 
 def _joined(one: dict[str, Any], other: dict[str, Any], way: str) -> dict[str, Any]:
@@ -280,3 +298,7 @@ def _escaped(pattern: str) -> str:
 
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+# Texts that have the end of a value within.
+_WITH_END = f"{_ANY}({'|'.join(map(_escaped, END_PATTERNS))}){_ANY}"

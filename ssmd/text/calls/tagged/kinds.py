@@ -19,52 +19,61 @@ CONSTANTS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("None", "null"), ("null", "null")),
 }
 _MAX_DEPTH = 12  # references and alternatives that are followed
+Known = dict[int, frozenset[str]]
 
 
-def kinds(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
-    """Return the types of the values that a schema may allow. root: references begin there."""
-    if schema is False or depth > _MAX_DEPTH:
-        return frozenset() if schema is False else ALL
-    if not isinstance(schema, dict):
+def kinds(schema: Any, root: Any, known: Known | None = None, depth: int = 0) -> frozenset[str]:
+    """Return the types of the values that a schema may allow; all types for one that refers to itself.
+
+    root: references begin there. known: results by id, so that each part is read once, however often it is referred to.
+    """
+    if schema is False:
+        return frozenset()
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return ALL
+    known = {} if known is None else known
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = ALL
     found = types_of(schema)
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(listed, list):
         found &= frozenset(map(type_of, listed))
     if isinstance(reference := schema.get("$ref"), str):
-        found &= kinds(resolve(root, reference), root, depth + 1)
+        found &= kinds(resolve(root, reference), root, known, depth + 1)
     for key in ("anyOf", "oneOf"):
         if isinstance(many := schema.get(key), list):
-            found &= frozenset[str]().union(*(kinds(one, root, depth + 1) for one in many))
+            found &= frozenset[str]().union(*(kinds(one, root, known, depth + 1) for one in many))
     if isinstance(many := schema.get("allOf"), list):
-        found = found.intersection(*(kinds(one, root, depth + 1) for one in many))
+        found = found.intersection(*(kinds(one, root, known, depth + 1) for one in many))
+    known[id(schema)] = found
     return found
 
 
 def kinds_of(parameters: Any) -> dict[str, frozenset[str]]:
     """Return the types of each parameter that a tool's schema names. Those of all others stand under ""."""
     found: dict[str, frozenset[str]] = {}
-    _gather(parameters, parameters, found, 0)
+    known: Known = {}
+    parts, seen = [(parameters, 0)], set[int]()
+    while parts:
+        schema, depth = parts.pop()
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        properties = schema.get("properties")
+        for name, one in properties.items() if isinstance(properties, dict) else ():
+            found[name] = found.get(name, frozenset()) | kinds(one, parameters, known)
+        patterns = schema.get("patternProperties")
+        others = [*(patterns.values() if isinstance(patterns, dict) else ()), schema.get("additionalProperties")]
+        for one in others:
+            if isinstance(one, dict) and not allows_all(one):
+                found[""] = found.get("", frozenset()) | kinds(one, parameters, known)
+        if isinstance(reference := schema.get("$ref"), str):
+            parts.append((resolve(parameters, reference), depth + 1))
+        for key in ("allOf", "anyOf", "oneOf"):
+            many = schema.get(key)
+            parts += [(one, depth + 1) for one in many] if isinstance(many, list) else []
     return found
-
-
-def _gather(schema: Any, root: Any, found: dict[str, frozenset[str]], depth: int) -> None:
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return
-    properties = schema.get("properties")
-    for name, one in properties.items() if isinstance(properties, dict) else ():
-        found[name] = found.get(name, frozenset()) | kinds(one, root)
-    patterns = schema.get("patternProperties")
-    others = [*(patterns.values() if isinstance(patterns, dict) else ()), schema.get("additionalProperties")]
-    for one in others:
-        if isinstance(one, dict) and not allows_all(one):
-            found[""] = found.get("", frozenset()) | kinds(one, root)
-    if isinstance(reference := schema.get("$ref"), str):
-        _gather(resolve(root, reference), root, found, depth + 1)
-    for key in ("allOf", "anyOf", "oneOf"):
-        many = schema.get(key)
-        for one in many if isinstance(many, list) else ():
-            _gather(one, root, found, depth + 1)
 
 
 def read_value(text: str, allowed: frozenset[str]) -> str:
