@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.formats import Format
 from ssmd.text.calls.parts import CallArguments, CallEnd, CallStart, Part, ReasoningPart, TextPart
 
-TOOLS = ("f", "g", "get_weather")
+TOOLS: dict[str, Any] = {
+    "f": {},
+    "g": {},
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 
 
 @dataclass
@@ -48,9 +54,10 @@ def read(
     controls: Collection[str] = (),
     thinking: bool = False,
     cut: bool = False,
+    tools: Mapping[str, Any] = MappingProxyType(TOOLS),
 ) -> Read:
     """Parse pieces of text; one that is among the controls comes as a control token. cut: the answer did not end."""
-    reader, found = AnswerReader(format_, TOOLS, thinking=thinking, controls=controls), Read()
+    reader, found = AnswerReader(format_, tools, thinking=thinking, controls=controls), Read()
     for piece in pieces:
         parts = reader.mark(piece) if piece in controls else reader.push(piece)
         assert parts is not None, f"{piece} is no marker here"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from ssmd.text.calls.formats import Format
 from ssmd.text.calls.parts import Part, ReasoningPart, TextPart
@@ -13,7 +15,7 @@ from ssmd.text.reasoning import Reasoning
 class AnswerReader:
     """The reader of one answer.
 
-    calls: the notation of its calls; None to look for no calls. names: names of the tools.
+    calls: the notation of its calls; None to look for no calls. tools: each tool's schema of its parameters, by name.
     thinking: the prompt already ends inside the reasoning. begun: the answer continues a text that has content.
     controls: the markers that are control tokens of this model; `mark` takes them in.
     """
@@ -21,7 +23,7 @@ class AnswerReader:
     def __init__(
         self,
         calls: Format | None = None,
-        names: Collection[str] = (),
+        tools: Mapping[str, Any] = MappingProxyType({}),
         *,
         thinking: bool = False,
         begun: bool = False,
@@ -30,7 +32,7 @@ class AnswerReader:
         self._reasoning = Reasoning(opened=thinking, controls=controls)
         if begun and not thinking:
             self._reasoning.state = "over"
-        self._calls = None if calls is None else CallReader(calls, names, start=not begun, controls=controls)
+        self._calls = None if calls is None else CallReader(calls, tools, start=not begun, controls=controls)
         self._said: list[str] = []
 
     @property

@@ -13,6 +13,7 @@ _LOOK = re.compile(r"\(\?(?:[=!]|<[=!])")
 _HEX = re.compile(r"u(?:\{[0-9a-fA-F]+\}|[0-9a-fA-F]{4})|x[0-9a-fA-F]{2}")
 _PAIR = re.compile(r"u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _PROPERTY = re.compile(r"\\[pP]\{[\w=]+\}")
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # escapes, classes and other characters
 _CLASS_ESCAPE = re.compile(r"\\[dDwWsS]|\\[pP]\{[^}]*\}")
 
 
@@ -40,6 +41,18 @@ def is_read(pattern: str) -> bool:
 
     grammar = json.dumps({"grammars": [{"json_schema": {"type": "string", "pattern": pattern}}]})
     return not _UNREAD.search(LLMatcher.validate_grammar(grammar))
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Return a pattern's alternatives, those outside of all its groups."""
+    found, depth = [""], 0
+    for part in _PARTS.findall(pattern):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and not depth:
+            found.append("")
+        else:
+            found[-1] += part
+    return found
 
 
 class _Translation:

@@ -499,10 +499,11 @@ def _strings(value: Any) -> list[str]:
 def _kinds(schema: Schema) -> frozenset[str]:
     """Return the types of the values that a schema may allow, by its `type` or by the values that it lists."""
     values = _values(schema)
-    return types_of(schema) if values is None else types_of(schema) & frozenset(map(_type_of, values))
+    return types_of(schema) if values is None else types_of(schema) & frozenset(map(type_of, values))
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """Return the type of a JSON value."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
     return names.get(type(value), "null")
 

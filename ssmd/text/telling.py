@@ -15,13 +15,15 @@ from functools import lru_cache
 from typing import Any
 
 from ssmd.text import hermes
-from ssmd.text.arguments import read_arguments
+from ssmd.text.arguments import arguments_so_far, read_arguments
 from ssmd.text.messages import Message, ToolCall
 from ssmd.text.template import TemplateInput
 
 _KEPT = 32  # prepared inputs that are cached, one for each set of tools and variables
 MAX_KEPT_CHARS = 256 << 10  # JSON of an input that is cached: 128 large tools have less, and a body may have 32 MB
 _UNSHOWN = ("strict",)  # fields of a function that are for the server, not for the model
+# A template that goes through the arguments of a call: it fails for arguments that are a text.
+_ITEMS = re.compile(r"\barguments\s*\|\s*items\b|\barguments\.items\(")
 _NINE = re.compile(r"[A-Za-z0-9]{9}")  # the form of ids that Mistral's templates require
 
 
@@ -53,6 +55,7 @@ class MessageAdapter:
         self._knows_developer = "developer" in source  # if not, a developer's message becomes a system message
         self.knows_tools = re.search(r"\btools\b", source) is not None
         self._wants_nine = "length 9" in source
+        self._wants_objects = _ITEMS.search(source) is not None
         self._names = frozenset(re.findall(r"\w+", source))
         self._kept = lru_cache(maxsize=_KEPT)(self._told)
 
@@ -140,6 +143,8 @@ class MessageAdapter:
 
     def _call(self, call: ToolCall) -> ToolCall:
         arguments = read_arguments(call.arguments)
+        if arguments is None and self._wants_objects:  # of a call that was cut off, for example
+            arguments = read_arguments(json.dumps(arguments_so_far(call.arguments))) or {}
         if arguments is None:
             inert = self._escape(call.arguments)
         else:  # JSON's escapes may spell a control token's text, so the parsed values are escaped

@@ -275,6 +275,11 @@ def test_variables() -> None:
     )
     assert given.given.variables == {"x": [1], "enable_thinking": True, "reasoning_effort": "low"}
     assert read(enable_thinking=None, chat_template_kwargs=None).given == NOTHING_MORE
+    unthinking = read(reasoning_effort="none")
+    assert (unthinking.given.variables, unthinking.thinking_budget) == ({"enable_thinking": False}, 0)
+    assert read(reasoning_effort="none", thinking_budget=5).thinking_budget == 5
+    assert read(reasoning_effort="none", enable_thinking=True).thinking_budget is None
+    assert read(reasoning_effort="low").thinking_budget is None
 
 
 # Over HTTP

@@ -17,6 +17,7 @@ from ssmd.text.calls.formats import (
     MISTRAL,
     MISTRAL_11,
     NEMOTRON,
+    QWEN_3_5,
     Format,
     format_of,
 )
@@ -25,6 +26,10 @@ TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 # Of each published template the lines that tell what its model was trained to write.
 PUBLISHED = {
     "Qwen3": (HERMES, """{{- '<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}"""),
+    "Qwen3.5": (QWEN_3_5, """{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}"""),
+    "Qwen3-Coder": (QWEN_3_5, """{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}"""),
+    "Nemotron 3 Nano": (QWEN_3_5, """{{- '<tool_call>\\n<function=' ~ tool_call.name ~ '>\\n' -}}"""),
+    "a real line break": (QWEN_3_5, "<tool_call>\n<function={{ tool_call.name }}>"),
     "Qwen2.5": (HERMES, '{{- \'\\n<tool_call>\\n{"name": "\' }}'),
     "Hermes 3": (HERMES, '<tool_call>\\n{"name": <function-name>, "arguments": <args-dict>}\\n</tool_call>'),
     "Granite 4": (HERMES, """{{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}"""),
@@ -82,6 +87,13 @@ EXAMPLES: dict[str, tuple[Format, str, str, list[tuple[str, object]]]] = {
         '<tool_call>{"id": 7, "name": "f", "type": {"a": ["}"]}, "arguments": {"x": 1}, "more": -1}</tool_call>',
         "",
         [("f", {"x": 1})],
+    ),
+    "qwen3.5": (
+        QWEN_3_5,
+        "Let me look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis, FR\n</parameter>\n</function>\n"
+        "</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        "Let me look.",
+        [PARIS, ("f", {})],
     ),
     "granite 3": (
         GRANITE_3,
@@ -177,7 +189,14 @@ def test_a_template_tells_its_format(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "format_"),
-    [("qwen3", HERMES), ("granite4", HERMES), ("falcon-h1", HERMES), ("lfm2", LFM2), ("smollm2", HERMES)],
+    [
+        ("qwen3", HERMES),
+        ("qwen3.5", QWEN_3_5),
+        ("granite4", HERMES),
+        ("falcon-h1", HERMES),
+        ("lfm2", LFM2),
+        ("smollm2", HERMES),
+    ],
 )
 def test_a_whole_template_tells_its_format(name: str, format_: Format) -> None:
     assert format_of((TEMPLATES / f"{name}.jinja").read_text("utf-8")) is format_

@@ -21,6 +21,7 @@ CASES = json.loads((Path(__file__).parents[1] / "data" / "calls.json").read_text
 BY_NAME = {format_.name: format_ for format_ in FORMATS}
 AROUND = {  # a call in each format, around its arguments
     "hermes": '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>',
+    "qwen 3.5": '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>',
     "nemotron": '<TOOLCALL>[{{"name": "f", "arguments": {}}}]</TOOLCALL>',
     "granite 3": '<|tool_call|>[{{"name": "f", "arguments": {}}}]',
     "lfm2": '<|tool_call_start|>[{{"name": "f", "arguments": {}}}]<|tool_call_end|>',
@@ -33,7 +34,7 @@ ANSWERS: list[tuple[Format, str, str, list[list[Any]]]] = [
         (BY_NAME[name], around.format(text), "", [["f", arguments]])
         for text, arguments in CASES["arguments"]
         for name, around in AROUND.items()
-        if name == "hermes" or text[0] == "{"
+        if name == "hermes" or (text[0] == "{" and name != "qwen 3.5")
     ),
     *(
         (LFM2, f"<|tool_call_start|>[f({text})]<|tool_call_end|>", "", [["f", arguments]])
@@ -143,7 +144,7 @@ def test_numbers_and_nesting_no_parser_reads_are_strings() -> None:
 @pytest.mark.parametrize("format_", FORMATS, ids=lambda one: one.name)
 def test_a_string_is_sent_as_it_comes(format_: Format) -> None:
     before, behind = AROUND[format_.name].format('{"city": "Par\0is"}').split("\0")
-    reader, found = AnswerReader(format_, ("f",)), Read()
+    reader, found = AnswerReader(format_, {"f": {}}), Read()
     found.take(reader.push(before))
     found.take([CallEnd(False)])
     assert found.calls == [("f", '{"city": "Par', False)]

@@ -28,6 +28,7 @@ TOOLS: tuple[dict[str, Any], ...] = (
     {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},
 )
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
 @cache
@@ -68,7 +69,7 @@ def said(format_: Format, seed: int, *, controls: bool, several: bool = False, t
 def test_whatever_is_drawn_is_calls_that_are_valid(format_: Format, controls: bool) -> None:
     for seed in range(6):
         pieces = said(format_, seed, controls=controls, several=seed > 2)
-        found = read(format_, pieces, format_.markers if controls else ())
+        found = read(format_, pieces, format_.markers if controls else (), tools=SCHEMAS)
         assert found.said == ""
         assert found.calls
         for name, arguments, whole in found.calls:
@@ -118,6 +119,8 @@ def test_reasoning_may_stand_before_them(thought: str | None, text: str, passes:
 def test_behind_a_marker_stands_the_rest_of_its_calls(format_: Format) -> None:
     known, _ = vocabulary(())
     written, arguments = format_.written, '{"city": "Paris", "n": 3}'
+    if format_.tagged:
+        arguments = "<parameter=city>\nParis\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
     call = f"{written.before}get_weather{written.middle}{arguments}{written.after}"
     whole = f"{written.opening}{call}{written.closing}"
     behind = whole.removeprefix(format_.openings[0])

@@ -16,7 +16,7 @@ from ssmd.api.http.body import WHOLE, Id, StrictModel, brief, validate
 from ssmd.api.openai.fields import OTHERS
 from ssmd.api.openai.messages import read_messages
 from ssmd.api.openai.structured import StructuredFields, grammar_of
-from ssmd.api.openai.tools import marked_tools, read_given, read_tool_choice
+from ssmd.api.openai.tools import is_unthinking, marked_tools, read_given, read_tool_choice
 from ssmd.engine.request import Request, Retention
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.sampling.penalties import Dry
@@ -198,6 +198,11 @@ def to_request(
     blocks: list[BlockEnd] = []
     messages = read_messages(body.messages, unread, dropped, blocks)
     given = read_given(vars(body))
+    budget = _one_of(
+        thinking_budget=body.thinking_budget,
+        thinking_token_budget=body.thinking_token_budget,
+        reasoning_budget_tokens=None if body.reasoning_budget_tokens == -1 else body.reasoning_budget_tokens,
+    )
     return replace(
         generation(body, vocabulary, defaults, bool(body.logprobs), body.top_logprobs or 0),
         messages=messages,
@@ -206,11 +211,7 @@ def to_request(
         given=given,
         blocks=tuple(blocks),
         marked_tools=marked_tools(body.tools),
-        thinking_budget=_one_of(
-            thinking_budget=body.thinking_budget,
-            thinking_token_budget=body.thinking_token_budget,
-            reasoning_budget_tokens=None if body.reasoning_budget_tokens == -1 else body.reasoning_budget_tokens,
-        ),
+        thinking_budget=0 if budget is None and is_unthinking(vars(body)) else budget,
         tool_choice=read_tool_choice(body.tool_choice, body.parallel_tool_calls, given.tools),
     )
 

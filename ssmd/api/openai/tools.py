@@ -112,13 +112,22 @@ def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
         _wrong("enable_thinking", "must be true or false", thinks)
     if not isinstance(effort := fields.get("reasoning_effort"), str | None):
         _wrong("reasoning_effort", "must be a string", effort)
+    if is_unthinking(fields):
+        return {"enable_thinking": False} | given
     return {name: value for name in ALIASES if (value := fields.get(name)) is not None} | given
+
+
+def is_unthinking(fields: Mapping[str, Any]) -> bool:
+    """Return True if a request asks for no reasoning by its effort, and not for reasoning by `enable_thinking`."""
+    return fields.get("reasoning_effort") == "none" and fields.get("enable_thinking") is not True
 
 
 def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields of a request that set a variable of the chat template, each with the variable's name."""
     given = fields.get("chat_template_kwargs") or {}
     plain = {name: name for name in ALIASES if fields.get(name) is not None}
+    if is_unthinking(fields):  # it is honoured with any template
+        del plain["reasoning_effort"]
     return plain | {f"chat_template_kwargs.{name}": name for name, value in given.items() if value is not None}
 
 

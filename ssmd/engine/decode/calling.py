@@ -13,8 +13,9 @@ from ssmd.engine.sampling.bounds import check_size, enforced
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.forced import forced
-from ssmd.text.calls.formats import format_of
+from ssmd.text.calls.formats import Format, format_of
 from ssmd.text.messages import THINK, THINK_END
+from ssmd.text.schemas import UnsupportedSchema
 from ssmd.text.tokenizer import Tokenizer
 
 _AT_THE_END = 64  # characters at a prompt's end in which its marker of reasoning stands
@@ -40,10 +41,10 @@ class ToolCalling:
     def reader(self, request: Request, prompt: Prompt) -> AnswerReader:
         """Return a reader for one answer. It looks for calls if the request has tools that may be called."""
         calls = self.format if request.given.tools and request.tool_choice.mode != "none" else None
-        names = () if calls is None else tool_names(request.given.tools)
+        tools = {} if calls is None else schemas_of(request.given.tools)
         raw = request.raw is not None  # a client that writes the raw prompt also parses the answer
         begun, thinking = raw or bool(prompt.begun.strip()), not raw and _thinks(prompt)
-        return AnswerReader(calls, names, thinking=thinking, begun=begun, controls=self.controls)
+        return AnswerReader(calls, tools, thinking=thinking, begun=begun, controls=self.controls)
 
     def forced(self, request: Request, prompt: Prompt) -> Request:
         """Return the request with the grammar that its tools need. Raises Rejection if it does not support an argument.
@@ -55,7 +56,7 @@ class ToolCalling:
         choice, free = request.tool_choice, request.grammar
         if choice.mode == "none" or not request.given.tools:
             return request
-        tools, parts = _bound(request)
+        tools, parts = _bound(request, self.format)
         if choice.mode == "auto" and free is not None:
             text = forced(self.format, tools, several=True, thought=None, controls=self.controls, free=_FREE)
             either = Grammar(_either(text, free), free.param, (free, *parts), numbers=free.numbers)
@@ -70,7 +71,7 @@ class ToolCalling:
         return replace(request, grammar=Grammar(text, "tools", parts, numbers=True))
 
 
-def _bound(request: Request) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ...]]:
+def _bound(request: Request, format_: Format) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ...]]:
     """Return the tools that may be called, and the grammars of their arguments. Raises Rejection.
 
     If no call is required, a tool that is not `strict` takes any arguments.
@@ -93,6 +94,13 @@ def _bound(request: Request) -> tuple[list[Mapping[str, Any]], tuple[Grammar, ..
         tools.append({"function": {"name": function["name"], "parameters": schema and found}})
         text = json.dumps({"grammars": [{"json_schema": found}]}, ensure_ascii=False)
         parts.append(Grammar(text, param))
+        if format_.tagged:  # its cost does not follow from the schema's, so it is no plain grammar
+            try:
+                text = forced(format_, tools[-1:], several=False, thought=None, controls={})
+            except UnsupportedSchema as err:
+                said = f"{param}{err.way} {err.why}"
+                raise Rejection(said, code="unsupported_schema", param=param + err.way) from None
+            parts.append(Grammar(text, param))
     return tools, tuple(parts)
 
 
@@ -103,9 +111,10 @@ def _either(calls: str, free: Grammar) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def tool_names(tools: tuple[Mapping[str, Any], ...]) -> frozenset[str]:
-    """Return the names of the functions among these tools."""
-    return frozenset(str(tool["function"]["name"]) for tool in tools if tool.get("type") == "function")
+def schemas_of(tools: tuple[Mapping[str, Any], ...]) -> dict[str, Any]:
+    """Return the parameters' schema of each function among these tools, by its name."""
+    functions = [tool["function"] for tool in tools if tool.get("type") == "function"]
+    return {str(function["name"]): function.get("parameters") for function in functions}
 
 
 def _thinks(prompt: Prompt) -> bool:

@@ -43,6 +43,8 @@ def worded(why: str) -> str:
         why = "a value may be valid by two of these schemas; use anyOf, or tell them apart by a required const"
     elif why.startswith(_UNDECIDED):
         why = "these patterns are too costly together; use fewer or simpler ones"
+    elif "fuel exhausted" in why:
+        why = "it is too costly to read; use shorter lengths, and fewer or simpler patterns"
     elif _MULTIPLE.match(why):
         why = f"it is 0, or below {_LEAST_MULTIPLE:g} with more digits than can be enforced"
     elif "Regex is empty" in why:

@@ -33,6 +33,11 @@ class Body(ABC):
     def quoted(self) -> bool:
         """True if the next character belongs to a string."""
 
+    @property
+    def raw(self) -> bool:
+        """True if that string stands without quotes, so that a marker may be its text: only the body finds its end."""
+        return False
+
     @abstractmethod
     def push(self, text: str, at: int, out: list[Part]) -> int:
         """Take in a text from `at` on and append its parts to `out`. Return where the rest begins.
@@ -62,13 +67,18 @@ class Body(ABC):
 class CallSequence(Body):
     """The parser of all calls behind one marker, with or without brackets, commas or semicolons around them.
 
-    object_: makes the parser of a call that begins with a brace. named: of one that begins with a name.
-    calls: the number of complete calls.
+    object_: makes the parser of a call that begins with a brace. named: of one that begins with a name. tagged: of one
+    that begins with a tag. calls: the number of complete calls.
     """
 
-    def __init__(self, object_: Callable[[], Body], named: Callable[[], Body] | None = None) -> None:
+    def __init__(
+        self,
+        object_: Callable[[], Body],
+        named: Callable[[], Body] | None = None,
+        tagged: Callable[[], Body] | None = None,
+    ) -> None:
         super().__init__()
-        self._object, self._named = object_, named
+        self._object, self._named, self._tagged = object_, named, tagged
         self._inner: Body | None = None
         self.calls = 0
 
@@ -80,6 +90,10 @@ class CallSequence(Body):
     def quoted(self) -> bool:
         return self._inner is not None and self._inner.quoted
 
+    @property
+    def raw(self) -> bool:
+        return self._inner is not None and self._inner.raw
+
     def push(self, text: str, at: int, out: list[Part]) -> int:
         while at < len(text) and self.state == "open":
             if self._inner is not None:
@@ -90,6 +104,8 @@ class CallSequence(Body):
                 self._inner = self._object()
             elif self._named is not None and (char.isalpha() or char == "_"):
                 self._inner = self._named()
+            elif self._tagged is not None and char == "<":
+                self._inner = self._tagged()
             elif char in SPACES or char in "[(" or (self.calls and char in ",;"):
                 self._unsaid.append(char)
                 at += 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ssmd.text.calls.formats import CallSyntax, Format
+from ssmd.text.calls.tagged import grammar as tagged
 from ssmd.text.closed import closed
 from ssmd.text.markers import first
 from ssmd.text.messages import THINK_END
@@ -33,7 +34,7 @@ def forced(
     several: allow more than one call. thought: the opening of reasoning, which may come before the calls; "" if the
     prompt opened it, so that it must be closed; None: no reasoning. controls: ids of markers that are control tokens.
     free: name of a grammar for an answer without calls. begun: the grammar begins after the calls' first marker; more
-    than one call is then possible only if that marker opens them all.
+    than one call is then possible only if that marker opens them all. Raises UnsupportedSchema, for arguments in tags.
     """
     written = _behind(format_) if begun else format_.written
     rules = []
@@ -52,11 +53,16 @@ def forced(
         start = [f"calls | @{free}"]
     for i, tool in enumerate(tools):
         function = tool["function"]
-        name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
+        name = str(function["name"])
+        name = name if format_.tagged else json.dumps(name, ensure_ascii=False)[1:-1]
         head = _text(written.before + name + written.middle, controls)
         tail = _text(written.after, controls)
         rules.append(f"call{i}: {head} arguments{i} {tail}".rstrip())
-        rules.append(f"arguments{i}: %json {json.dumps(_schema(function.get('parameters')))}")
+        if format_.tagged:
+            rules += tagged.rules(f"arguments{i}", _schema(function.get("parameters")), _SPACING)
+        else:
+            schema = {**_schema(function.get("parameters")), "x-guidance": _SPACING}
+            rules.append(f"arguments{i}: %json {json.dumps(schema)}")
     return "\n".join([f"start: {' '.join(filter(None, start))}", *rules]) + "\n"
 
 
@@ -71,7 +77,7 @@ def _behind(format_: Format) -> CallSyntax:
 def _schema(parameters: Any) -> dict[str, Any]:
     """Return the schema of a call's arguments, always an object; an empty one for a tool without parameters."""
     schema = parameters if isinstance(parameters, dict) and parameters else _NO_ARGUMENTS
-    return {**closed(schema), "type": "object", "x-guidance": _SPACING}
+    return {**closed(schema), "type": "object"}
 
 
 def _thought(begins: str, controls: Mapping[str, int]) -> list[str]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ssmd.text.calls.body import Body, CallSequence
 from ssmd.text.calls.json_object import JsonObject
 from ssmd.text.calls.named import ARGS, CALL_ID, NamedCall
 from ssmd.text.calls.pythonic import PythonicCall
+from ssmd.text.calls.tagged.call import FUNCTION, FUNCTION_END, TaggedCall
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -40,6 +42,7 @@ class Format:
 
     openings: markers that calls begin with, the usual one first. written: the spelling of forced calls.
     named: makes the parser of a call that begins with its name; each format also has calls as JSON objects.
+    tagged: each argument stands between tags of its own.
     closing: the last marker, or "". inner: markers inside a call. bare: a call may also begin without a marker, at the
     start of the answer; its tool must be known. id_length: length of the ids that templates ask for.
     """
@@ -51,6 +54,7 @@ class Format:
     closing: str = ""
     inner: tuple[str, ...] = ()
     bare: bool = False
+    tagged: bool = False
     prefix: str = "call_"
     id_length: int = 24
 
@@ -64,10 +68,11 @@ class Format:
         tags = (f"</{opening[1:]}" for opening in self.openings if re.fullmatch(r"<\w+>", opening))
         return tuple(dict.fromkeys((*([self.closing] if self.closing else []), *tags)))
 
-    def body(self, names: Collection[str]) -> CallSequence:
-        """Return a parser of the text after an opening marker. names: names of the tools."""
+    def body(self, tools: Mapping[str, Any]) -> CallSequence:
+        """Return a parser of the text after an opening marker. tools: the parameters' schema of each, by its name."""
         # An answer may be JSON without being a call, so a call without a marker needs a known name.
-        return CallSequence(partial(JsonObject, names if self.bare else None), self.named)
+        object_ = partial(JsonObject, tools if self.bare else None)
+        return CallSequence(object_, self.named, partial(TaggedCall, tools) if self.tagged else None)
 
     def new_id(self) -> str:
         """Return a new id for a call, of OpenAI's form or of the form that the template requires."""
@@ -80,6 +85,13 @@ HERMES = Format(
     ("<tool_call>",),
     CallSyntax('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n"),
     closing="</tool_call>",
+)
+QWEN_3_5 = Format(
+    "qwen 3.5",
+    ("<tool_call>",),
+    CallSyntax(f"<tool_call>\n{FUNCTION}", ">\n", f"{FUNCTION_END}\n</tool_call>", "\n"),
+    closing="</tool_call>",
+    tagged=True,
 )
 NEMOTRON = Format(
     "nemotron",
@@ -115,7 +127,7 @@ MISTRAL = Format(
     id_length=9,
 )
 MISTRAL_11 = replace(MISTRAL, name="mistral 11", written=CallSyntax("[TOOL_CALLS]", ARGS))
-FORMATS = (HERMES, NEMOTRON, GRANITE_3, LFM2, LLAMA_3, MISTRAL, MISTRAL_11)
+FORMATS = (HERMES, QWEN_3_5, NEMOTRON, GRANITE_3, LFM2, LLAMA_3, MISTRAL, MISTRAL_11)
 # Texts by which a template's format is recognised. The first one found in its source decides.
 _SIGNS = (
     (ARGS, MISTRAL_11),
@@ -124,6 +136,7 @@ _SIGNS = (
     ("<|tool_list_start|>", LFM2),
     ("<|tool_call|>", GRANITE_3),
     ("<TOOLCALL>", NEMOTRON),
+    *((f"<tool_call>{line_break}{FUNCTION}", QWEN_3_5) for line_break in ("\\n", "\n")),
     ("<tool_call>", HERMES),
     ("<|python_tag|>", LLAMA_3),
     ('"parameters": ', LLAMA_3),

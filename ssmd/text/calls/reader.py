@@ -7,9 +7,9 @@ without its markers. Any other call is sent as a call, and its arguments are com
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from ssmd.text.calls.body import CallSequence
 from ssmd.text.calls.formats import Format
@@ -23,12 +23,14 @@ _MOST_GAP = 64  # spaces after a marker in a string that are looked at to tell i
 class CallReader:
     """The reader of one answer's calls. Spaces before a call, and at the end after one, are not content.
 
-    names: names of the tools. start: the answer has no content yet. controls: the markers that are control tokens;
-    `mark` takes them in, and their text is plain text.
+    tools: each tool's schema of its parameters, by name. start: the answer has no content yet.
+    controls: the markers that are control tokens; `mark` takes them in, and their text is plain text.
     """
 
-    def __init__(self, format_: Format, names: Collection[str], *, start: bool, controls: Collection[str] = ()) -> None:
-        self._format, self._names = format_, names
+    def __init__(
+        self, format_: Format, tools: Mapping[str, Any], *, start: bool, controls: Collection[str] = ()
+    ) -> None:
+        self._format, self._tools = format_, tools
         bare = format_.bare and start
         self._state: Literal["start", "text", "call"] = "start" if bare else "text"
         self._openings = tuple(marker for marker in format_.openings if marker not in controls)
@@ -191,7 +193,7 @@ class CallReader:
         return " " if self._no_content.beginning(end) < len(end) else ""
 
     def _open(self, marker: str) -> None:
-        self._body = self._format.body(self._names)
+        self._body = self._format.body(self._tools)
         self._marker, self._state, self._last = marker, "call", ""
         if marker:
             self._in_text = self._after_call
@@ -225,9 +227,12 @@ class CallReader:
     def _within(self, text: str, found: re.Match[str]) -> bool | None:
         """Return True if a marker is the text of a string, None if the text after it has to tell.
 
-        A string cannot have a line break before it, nor a line break and another call behind it, and it has to go on.
+        A string in quotes cannot have a line break before it, nor a line break and another call behind it. It has to go
+        on.
         """
         assert self._body is not None
+        if self._body.raw:
+            return True
         if not self._body.quoted or self._last == "\n":
             return False
         rest = text[found.end() :]

@@ -26,6 +26,16 @@ def inner(text: str) -> str:
     return written if written.isascii() else _HALVES.sub("\ufffd", written)
 
 
+def quoted(text: str) -> str:
+    """Return a text as a JSON string."""
+    return f'"{inner(text)}"'
+
+
+def is_number(text: str) -> bool:
+    """Return True if a text is a number of JSON that parsers read."""
+    return len(text) <= MAX_DIGITS and _NUMBER.fullmatch(text) is not None
+
+
 def scalar(text: str, *, key: bool) -> str:
     """Return the JSON of a number or a word of JSON, JavaScript or Python; a string for any other text.
 
@@ -34,7 +44,7 @@ def scalar(text: str, *, key: bool) -> str:
     number = _number(text)
     if key:
         return f'"{inner(text)}"' if number is None else f'"{number.strip(chr(34))}"'
-    return number or _WORDS.get(text) or f'"{inner(text)}"'
+    return number or _WORDS.get(text) or quoted(text)
 
 
 def _number(text: str) -> str | None:
