@@ -135,17 +135,19 @@ def chunked(
     kh = spread(by_chunk(_heads(k, groups, width), groups))
     vh = by_chunk(v.reshape(-1, heads, size), heads)  # (Z H, Q, V)
     rate = by_chunk(beta.reshape(-1, heads, 1), heads)  # (Z H, Q, 1)
-    sums = torch.matmul(lower, by_chunk(g.reshape(-1, heads, 1), heads))  # (Z H, Q, 1): log of the decay
+    logs = by_chunk(g.reshape(-1, heads, 1), heads)  # (Z H, Q, 1)
+    sums = torch.matmul(lower, logs)  # (Z H, Q, 1): log of the decay
     decays = torch.exp(torch.clamp(sums - sums.transpose(1, 2), max=0.0)) * lower  # (Z H, Q, Q)
-    since, last = torch.exp(sums), sums[:, -1:]  # (Z H, Q, 1), (Z H, 1, 1)
+    since, kept = torch.exp(sums), torch.exp(sums[:, -1:])  # (Z H, Q, 1), (Z H, 1, 1)
+    # A sum of its own, (Z H, Q, 1): the difference of two large ones loses the digits of the last tokens' decay.
+    until = torch.exp(torch.matmul(1.0 - lower, logs))
 
     keys = kh.transpose(1, 2)  # (Z H, K, Q)
     inverse = unit_lower_inverse(torch.matmul(kh, keys) * (decays * rate), eye, quarters)  # (Z H, Q, Q)
     weights = torch.matmul(qh, keys) * decays
     values = torch.matmul(inverse, vh * rate)  # (Z H, Q, V)
     read = torch.matmul(inverse, kh * (rate * since))  # (Z H, Q, K): keys that read the state at the chunk's start
-    asked, written = qh * since, kh * torch.exp(last - sums)
-    kept = torch.exp(last)
+    asked, written = qh * since, kh * until
     ys, s = [], state.reshape(heads, size, width)
     for i in range(chunks):
         part = slice(i * heads, (i + 1) * heads)
