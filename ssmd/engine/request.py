@@ -149,7 +149,7 @@ class Usage:
     reasoning_tokens: int = 0  # of the completion's, those drawn while the model reasoned
     stop_strings: Sequence[str | None] = ()  # the one that ended each choice; empty if the request has none
     model: str = ""  # as in the request
-    remote: RemoteState | None = None  # how its turns stand to the remote; None: there is none
+    remote: RemoteState | None = None  # if the remote has its turns; None if no remote is set
 
     @staticmethod
     def of_nothing(session: str | None, load_ms: float, model: str = "") -> Usage:

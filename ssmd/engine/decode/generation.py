@@ -93,7 +93,7 @@ class GenerationStore:
     states_kept = False
 
     def remote(self, stored: bool) -> RemoteState | None:
-        """Return how its turns stand to the remote; None if there is none. stored: they are stored."""
+        """Return if the remote has its turns; None if no remote is set. stored: the store has them."""
         return None
 
     @property

@@ -109,7 +109,7 @@ class FolderRemote:
         return []
 
     def fetch(self, place: TurnPlace) -> bytes | None:
-        """Return the body of a turn; None if there is none. Raises InvalidTurn if it is not what was published."""
+        """Return the body of a turn; None if the remote does not have it. Raises InvalidTurn if it was altered."""
         with self._errors():
             if self._is_gone(place):
                 return None

@@ -18,7 +18,7 @@ class RemoteError(StoreError):
     reason = "unreachable"
 
     def __init__(self, message: str, *, lasting: bool = False) -> None:
-        """lasting: it will not pass by itself, as a folder that is none of a remote."""
+        """lasting: a user has to mend it, such as a folder that holds no remote."""
         super().__init__(message)
         self.lasting = lasting
 
@@ -59,7 +59,7 @@ class Remote(Protocol):
         """Find turns at the last of these chains that any turn has, among those that the domain sees."""
 
     def fetch(self, place: TurnPlace) -> bytes | None:
-        """Return the body of a turn; None if there is none. Raises InvalidTurn if it is not what was published."""
+        """Return the body of a turn; None if the remote does not have it. Raises InvalidTurn if it was altered."""
 
     def turns(self, session: str) -> list[str]:
         """List the turns of a session, in no order."""

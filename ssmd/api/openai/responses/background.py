@@ -40,12 +40,12 @@ MAX_ECHO_CHARS = 16 << 10  # of a receipt's echo, in JSON; of a longer one only 
 _LONG_FIELDS = ("text", "tool_choice", "metadata")
 _SERVER_ERROR = "server_error"
 _LOST = Rejection(
-    "The daemon ended before the answer was stored, so there is none. Send the request again.",
+    "The daemon ended before it stored the answer, and the answer is lost. Send the request again.",
     status=500,
     code=_SERVER_ERROR,
 )
 _NOT_STORED = Rejection(
-    "The answer could not be stored, so there is none: GET /health says why. Send the request again.",
+    "The daemon could not store the answer, and the answer is lost. GET /health says why; then send the request again.",
     status=500,
     code=_SERVER_ERROR,
 )

@@ -189,7 +189,7 @@ class TaggedCall(Body):
         return False
 
     def _ends(self, found: re.Match[str]) -> bool:
-        """Return True if the end of a value is none of its text."""
+        """Return True if a match ends the value, False if it is a part of its text."""
         if found[1] is not None and (found[1] not in self._kinds or found[1] in self._given | {self._key}):
             return False  # a tag of an argument that may not come
         # A string of JSON has no line break.
