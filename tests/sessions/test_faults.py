@@ -29,7 +29,7 @@ from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.files.transfer import export_session
 from ssmd.sessions.rows import database
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.rows.faults import ReplacedFile
+from ssmd.sessions.rows.faults import ReplacedFile, StoreLocked
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, conversation
@@ -73,7 +73,7 @@ def test_a_write_without_end_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     store = Store.open(tmp_path / "data")
     with ThreadPoolExecutor(1) as pool, store.writing():
         removal = pool.submit(store.delete, "s")
-        with pytest.raises(StoreError, match="another request has been writing for"):
+        with pytest.raises(StoreLocked, match="another request has been writing for"):
             removal.result(30)
     store.close()
 

@@ -12,7 +12,7 @@ from ssmd.api.generate.idempotency import REPLAYED
 from ssmd.api.http.errors import IGNORED
 from ssmd.api.http.sse import EventStream
 from ssmd.engine.host.models import Model
-from ssmd.engine.request import Delta, Event, FinishReason, Request, TokenLogprob, Usage, calls_of, joined, label
+from ssmd.engine.request import Delta, Event, FinishReason, Request, TokenLogprob, Usage, calls_of, label
 from ssmd.engine.terms import Rejection
 from ssmd.text.messages import ToolCall
 
@@ -53,7 +53,7 @@ class WholeChoice:
     finish_reason: FinishReason
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    deltas: tuple[Delta, ...] = ()  # the same in the order in which it was written, in few parts
+    deltas: Sequence[Delta] = ()  # the same in the order in which it was written
 
     @staticmethod
     def of(deltas: Sequence[Delta], finish_reason: FinishReason) -> WholeChoice:
@@ -61,8 +61,7 @@ class WholeChoice:
         said = "".join(delta.text for delta in deltas if not delta.reasoning)
         thought = "".join(delta.text for delta in deltas if delta.reasoning)
         logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
-        parts = tuple(deltas if logprobs else joined(deltas))
-        return WholeChoice(said, logprobs, finish_reason, thought, calls_of(deltas), parts)
+        return WholeChoice(said, logprobs, finish_reason, thought, calls_of(deltas), deltas)
 
 
 class Answer(ABC):

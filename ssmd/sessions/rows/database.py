@@ -330,7 +330,7 @@ def writing(engine: Engine, file: Path) -> Iterator[Connection]:
 def _writer(engine: Engine, file: Path) -> Iterator[None]:
     lock = _open_file(engine).writer
     if not lock.acquire(timeout=WRITER_PATIENCE_S):
-        raise StoreError(
+        raise StoreLocked(
             f"session store {file}: another request has been writing for {WRITER_PATIENCE_S:.0f} s; try again when it "
             "is done"
         )

@@ -42,7 +42,7 @@ class NoSharedMemory(StoreError):
 
 
 class StoreLocked(StoreError):
-    """A store that another process holds longer than the caller waits."""
+    """A store that another process, or another thread, holds longer than the caller waits."""
 
     reason = "locked"
 

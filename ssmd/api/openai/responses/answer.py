@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from ssmd.api.http.body import object_with
 from ssmd.api.http.errors import cut
 from ssmd.api.openai.responses.items import INPUT, sealed
 from ssmd.api.openai.responses.tools import ToolOrigin
-from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, TokenLogprob, Usage
+from ssmd.engine.request import LEAST_LOGPROB, Delta, FinishReason, TokenLogprob, Usage, joined
 from ssmd.engine.terms import Rejection
 from ssmd.text.arguments import read_arguments
 
@@ -86,11 +88,11 @@ class ResponseAnswer(Answer):
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         [choice] = choices
-        for delta in choice.deltas:
+        self.after = sys.maxsize  # the events make the output, and are not sent
+        for delta in choice.deltas if choice.logprobs else joined(choice.deltas):
             self.delta(delta)
         status, why = ending(choice.finish_reason, usage, background=self._form.background)
-        for _ in self.closing(status, why, usage):  # the events themselves are not needed
-            pass
+        deque(self.closing(status, why, usage), maxlen=0)
         return self._joined(self._response(status, self._output, usage, why)).encode()
 
     def opening(self) -> Iterator[bytes]:
