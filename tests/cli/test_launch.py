@@ -346,3 +346,13 @@ def test_daemon_at_a_socket_is_out_of_reach(tmp_path: Path, artifacts: TinyArtif
             done = place.launch("pi", SSMD_DATA_DIR=str(tmp_path / "data"))
     assert done.returncode == 1
     assert "which agents cannot reach; start it without the setting socket" in done.stderr
+
+
+@pytest.mark.parametrize(("context", "room"), [(8192, 6144), (32_767, 24_576), (32_768, None), (None, None)])
+def test_pi_compacts_a_small_context_when_it_is_full(context: int | None, room: int | None) -> None:
+    """Its own reserve is larger than such a context, so it would compact after each turn."""
+    setup = AGENTS["pi"].setup(Target("http://h", "m", "k", context, "/f"), Beginning(1))
+    text = setup.files["ssmd.js"]
+    assert text.startswith("export default (pi) => {\n  pi.registerProvider(")
+    assert (f"tokensBefore <= {room} ? {{ cancel: true }}" in text) == (room is not None)
+    assert ("session_before_compact" in text) == (room is not None)

@@ -169,8 +169,15 @@ def _copilot(target: Target, beginning: Beginning) -> Setup:
     return Setup(environment=environment, unset=("COPILOT_PROVIDER_BEARER_TOKEN", "COPILOT_PROVIDER_MODEL_ID"))
 
 
+_PI_RESERVE = 16_384  # tokens that pi keeps free: it compacts a conversation that leaves fewer
+
+
 def _pi(target: Target, beginning: Beginning) -> Setup:
-    """Register a provider by an extension, as pi's own models.json is the user's."""
+    """Register a provider by an extension, as pi's own models.json is the user's.
+
+    In a context that is not much larger than its reserve pi would compact after each turn, and allow the summary more
+    tokens than the context has. So the extension ends such a compaction, and sets a reserve that fits the context.
+    """
     model = {
         "id": target.model,
         "name": target.model,
@@ -182,7 +189,16 @@ def _pi(target: Target, beginning: Beginning) -> Setup:
         "compat": {"supportsReasoningEffort": False},
     }
     provider = {"baseUrl": f"{target.url}/v1", "apiKey": target.key, "api": "openai-completions", "models": [model]}
-    text = f'export default (pi) => pi.registerProvider("ssmd", {json.dumps(provider)});\n'
+    text = f'export default (pi) => {{\n  pi.registerProvider("ssmd", {json.dumps(provider)});\n'
+    if target.window < 2 * _PI_RESERVE:
+        room = target.window - target.output
+        text += (
+            '  pi.on("session_before_compact", ({ preparation }) => {\n'
+            f"    preparation.settings.reserveTokens = {target.output};\n"
+            f"    return preparation.tokensBefore <= {room} ? {{ cancel: true }} : undefined;\n"
+            "  });\n"
+        )
+    text += "};\n"
     arguments = ("-e", f"{target.folder}/ssmd.js", "--provider", "ssmd", "--model", target.model)
     return Setup(arguments, files={"ssmd.js": text})
 
