@@ -279,6 +279,7 @@ def test_variables() -> None:
     assert (unthinking.given.variables, unthinking.thinking_budget) == ({"enable_thinking": False}, 0)
     assert read(reasoning_effort="none", thinking_budget=5).thinking_budget == 5
     assert read(reasoning_effort="none", enable_thinking=True).thinking_budget is None
+    assert read(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}).thinking_budget is None
     assert read(reasoning_effort="low").thinking_budget is None
 
 

@@ -118,8 +118,12 @@ def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_unthinking(fields: Mapping[str, Any]) -> bool:
-    """Return True if a request asks for no reasoning by its effort, and not for reasoning by `enable_thinking`."""
-    return fields.get("reasoning_effort") == "none" and fields.get("enable_thinking") is not True
+    """Return True if a request asks for no reasoning by its effort, and not for reasoning by `enable_thinking`.
+
+    A variable of `chat_template_kwargs` overrides the field.
+    """
+    thinks = {**fields, **(fields.get("chat_template_kwargs") or {})}.get("enable_thinking")
+    return fields.get("reasoning_effort") == "none" and thinks is not True
 
 
 def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:
