@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from ssmd.text.decoding import BYTE_OF
+from ssmd.text.patterns import alternatives
 
 PIECE = 1 << 15  # characters encoded at once, and a few more up to the next possible cut
 # Letters and digits in every version of Unicode that never compose with a following sign or space.
@@ -119,14 +120,7 @@ def _alternatives(step: dict[str, Any]) -> list[str]:
     """Return the top-level alternatives of a step's pattern; [] unless the step isolates every match of a pattern."""
     if step.get("type") != "Split" or step.get("behavior") != "Isolated" or step.get("invert"):
         return []
-    found, depth = [""], 0
-    for c in step.get("pattern", {}).get("Regex", ""):
-        depth += (c == "(") - (c == ")")
-        if c == "|" and not depth:
-            found.append("")
-        else:
-            found[-1] += c
-    return found
+    return alternatives(step.get("pattern", {}).get("Regex", ""))
 
 
 def matches(
