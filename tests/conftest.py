@@ -45,6 +45,7 @@ ONE_EACH = (
 WITH_WINDOWS = ("litert", "openvino")  # the runtimes that compute attention within a window
 EXPERTS, SERVING_EXPERTS = ("lfm2-moe",), ("openvino",)
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
+SCALE = 4.0  # the smallest normal number divided by it is a subnormal one
 MADE_ELSEWHERE = "TESTED_ARTIFACTS"  # two folders, with | between them
 # Variables of MKL, PyTorch and NumPy that choose other kernels, whose last bits differ.
 NUMERIC = ("MKL_CBWR", "ATEN_CPU_CAPABILITY", "NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES")
@@ -235,12 +236,14 @@ def _forget(keep: Path) -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    """Check that no test brought LiteRT's converter here: it belongs into a process of its own.
+    """Check that no test changed this process for later ones.
 
-    It raises Python's recursion limit to 100,000, so that hostile JSON overflows the stack in a later test, and its JAX
-    forbids to fork.
+    LiteRT's converter belongs into a process of its own: it raises Python's recursion limit to 100,000, so that hostile
+    JSON overflows the stack in a later test, and its JAX forbids to fork. A library that takes subnormal numbers for
+    zero changes the numbers of whatever is computed after it.
     """
     assert "litert_torch" not in sys.modules, "LiteRT's converter was imported by this test, or one before"
+    assert sys.float_info.min / SCALE > 0, "this test, or one before, turned subnormal numbers off in its thread"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,22 @@ def compile_model(core: Any, model: Any, device: str, properties: Mapping[str, A
     kernels.
     """
     try:
-        return core.compile_model(model, device, properties)
+        return _apart(core.compile_model, model, device, properties)
     except RuntimeError as err:
         if _TOO_FEW_REGISTERS not in str(err):
             raise
         log.info("%s has too few registers for the kernels that OpenVINO would write: it goes without them", device)
-        return core.compile_model(model, device, {**properties, "SNIPPETS_MODE": "DISABLE"})
+        return _apart(core.compile_model, model, device, {**properties, "SNIPPETS_MODE": "DISABLE"})
+
+
+def _apart(make: Callable[..., Any], *args: Any) -> Any:
+    """Return make(*args), called in a thread of its own.
+
+    CPU_DENORMALS_OPTIMIZATION takes subnormal numbers for zero in the thread that makes a model, and in all threads
+    started by it, which compute. The caller's thread keeps them.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make, *args).result()
 
 
 def chosen_products(compiled: Any) -> int:
@@ -88,7 +98,8 @@ class Compiler:
             try:
                 # Not the file as a tensor: the model would go on reading memory that may be freed.
                 source = {"MODEL_PTR": self._core.read_model(model, weights)} if self._weightless else {}
-                return self._core.import_model(blob.path.read_bytes(), self._device, {**self._properties, **source})
+                properties = {**self._properties, **source}
+                return _apart(self._core.import_model, blob.path.read_bytes(), self._device, properties)
             except RuntimeError as err:
                 log.warning("%s refuses %s (%s): compiling the model again", self._device, blob.path, reason(err))
         blob.drop()
@@ -129,16 +140,8 @@ class Compiler:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _compile(self, model: Path, weights: Path) -> Any:
-        """Compile in a thread of its own.
-
-        CPU_DENORMALS_OPTIMIZATION changes the compiling thread, and all threads started by it, which compute.
-        """
+        properties = {**self._properties, _WEIGHTLESS: True} if self._weightless else self._properties
         try:
-            with ThreadPoolExecutor(1) as thread:
-                return thread.submit(self._compile_here, model, weights).result()
+            return compile_model(self._core, self._core.read_model(model, weights), self._device, properties)
         except RuntimeError as err:
             raise GraphError(f"OpenVINO cannot load {model.name} on {self._device}: {reason(err)}") from err
-
-    def _compile_here(self, model: Path, weights: Path) -> Any:
-        properties = {**self._properties, _WEIGHTLESS: True} if self._weightless else self._properties
-        return compile_model(self._core, self._core.read_model(model, weights), self._device, properties)

@@ -29,7 +29,7 @@ from ssmd.model.artifact import Artifact, ArtifactError
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable
 from ssmd_openvino import library
-from ssmd_openvino.compile import Compiler, identity
+from ssmd_openvino.compile import Compiler, compile_model, identity
 from ssmd_openvino.devices import devices
 from ssmd_openvino.graph import OpenVINOCall, OpenVINOGraph
 from ssmd_openvino.runtime import ON_CPU, OPEN, WEIGHTS, OpenVINORuntime
@@ -175,6 +175,9 @@ def test_only_openvino_takes_subnormal_numbers_for_zero(tmp_path: Path) -> None:
         assert not halves()
         assert not elsewhere.submit(halves).result()
         assert elsewhere.submit(lambda: (tiny * np.float32(0.5)).any()).result()
+    assert (tiny * np.float32(0.5)).any()
+    core = openvino.Core()
+    compile_model(core, core.read_model(tmp_path / "m.xml"), "CPU", ON_CPU)
     assert (tiny * np.float32(0.5)).any()
 
 
