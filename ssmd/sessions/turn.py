@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.match import Chain
@@ -152,3 +152,11 @@ def check_id(kind: str, value: str) -> str:
     if not isinstance(value, str) or not ID_PATTERN.fullmatch(value):
         raise StoreError(f"{kind} id {value!r} is not allowed: an id has 1 to 64 letters, digits, _ or -")
     return value
+
+
+def local_now() -> datetime:
+    """Return the time of this machine's zone, as templates get it and as a session stores it.
+
+    The zone is an offset from UTC without a name, so that a template renders the same before and after it was stored.
+    """
+    return datetime.fromisoformat(datetime.now(UTC).astimezone().isoformat())

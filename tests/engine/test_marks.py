@@ -15,7 +15,7 @@ from engines import OwnEngine
 from sqlalchemy import select
 
 from ssmd.engine.persist import writer as writer_module
-from ssmd.engine.prompt.planner import ENDS, MARKS
+from ssmd.engine.prompt.beginnings import ENDS, MARKS
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program

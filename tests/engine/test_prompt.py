@@ -18,7 +18,8 @@ from keeping import grown
 from sqlalchemy import event, text, update
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.prompt.planner import ENDS, Prompt
+from ssmd.engine.prompt.beginnings import ENDS
+from ssmd.engine.prompt.planner import Prompt
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
@@ -111,7 +112,7 @@ def test_a_session_deleted_while_a_request_is_planned(
 
 def test_large_tools_and_variables_are_not_cached(served: tuple[Engine, Store]) -> None:
     planner = served[0]._planner
-    caches = planner._beginning, planner._renderer._telling._kept
+    caches = planner._beginnings._kept, planner._renderer._telling._kept
     for i in range(3):
         large = TemplateInput((), {"documents": f"{i}" + "x" * MAX_KEPT_CHARS})
         planner.plan(Request((LONG_SYSTEM, user("Who?")), given=large))

@@ -184,7 +184,7 @@ def test_a_state_that_is_damaged_is_replaced_by_none_of_anothers(one: Daemon) ->
 
 def test_a_system_prompt_is_rendered_for_each(one: Daemon) -> None:
     """Else the time it takes would tell that another one had it before."""
-    cache = one.engine._planner._beginning
+    cache = one.engine._planner._beginnings._kept
     for name, new in (("alice", 1), ("alice", 0), ("bob", 1), ("alice", 0)):
         before = cache.cache_info().misses
         Talk(one.served, one.model, name, "Rendered. " + SYSTEM).say("Why?")

@@ -7,12 +7,10 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from functools import lru_cache
+from datetime import datetime
 
-import numpy as np
-
-from ssmd.engine.prompt.rendering import RenderedPrompt, Renderer, alike
+from ssmd.engine.prompt.beginnings import SYSTEM_CHECKPOINT_TOKENS, Beginnings
+from ssmd.engine.prompt.rendering import RenderedPrompt, Renderer
 from ssmd.engine.request import Beginning, Request
 from ssmd.engine.terms import Rejection, too_long
 from ssmd.model.artifact import Manifest
@@ -20,7 +18,7 @@ from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.domain import EVERYBODY, Domain
-from ssmd.sessions.line import NOTHING, Line, Passage
+from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.match import known, with_ids_of
 from ssmd.sessions.remote.link import Link
 from ssmd.sessions.rows.snapshot import Snapshot
@@ -32,21 +30,16 @@ from ssmd.sessions.turn import (
     Turn,
     UnknownSession,
     conversation,
+    local_now,
     system_prompt,
     without,
 )
-from ssmd.text.messages import BlockEnd, Message
-from ssmd.text.telling import MAX_KEPT_CHARS
+from ssmd.text.messages import Message
 from ssmd.text.template import Template, TemplateInput
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger(__name__)
-MARKS = 4  # marked blocks of a request whose ends are looked up, the last ones: as many as Anthropic allows
-ENDS = 8  # system messages, and blocks in them, whose ends are looked up, the last ones
-SYSTEM_CHECKPOINT_TOKENS = 64  # least length of a beginning with a state of its own: a shorter one costs no bucket
-
 MOST_WARM = 64  # warm beginnings of one owner: their states are pinned, and no quota takes them
-
 TRUNCATED = 0.6  # share of the context that a prompt may take after its oldest messages were left out
 LEAST_ROOM = 0.05  # share of the context to leave for an answer, if it may take that much
 
@@ -114,7 +107,7 @@ class Planner:
         self._tokenizer = tokenizer
         self._renderer = Renderer(manifest, tokenizer, template, program.context, program.vocabulary)
         self._store = store
-        self._beginning = lru_cache(maxsize=64)(self._render_beginning)
+        self._beginnings = Beginnings(self._renderer)
 
     def plan(self, request: Request, go_on: Callable[[], None] = lambda: None) -> Prompt:
         """Plan a request: the ids to feed, its place in a session, and the checkpoint to start from.
@@ -180,7 +173,7 @@ class Planner:
     def _reread(self, request: Request, place: _Place, cut: int) -> RenderedPrompt:
         """Render the prompt from the request's messages alone."""
         now = self._now(place)
-        begun = self._begin(request, request.messages[: system_prompt(request.messages)], now)
+        begun = self._beginnings.render(request, request.messages[: system_prompt(request.messages)], now)
         return self._renderer.whole(without(request.messages, cut), now, request.given, begun=begun)
 
     def _prompt(
@@ -205,10 +198,10 @@ class Planner:
 
         now = self._now(place)
 
-        marks = self._marks(request, shown, now, cut)
+        marks = self._beginnings.marks(request, shown, now, cut)
 
         def ends(ids: Line) -> tuple[int, tuple[int, ...]]:
-            return self._system(request, ids, now), (*self._parts(request, ids, now), *marks)
+            return self._beginnings.system(request, ids, now), (*self._beginnings.parts(request, ids, now), *marks)
 
         system, parts = ends(shown.ids)
         return Prompt(
@@ -283,8 +276,8 @@ class Planner:
         if not head and not request.given.tools:
             said = "there is no system message and no tool at the beginning, so there is nothing to keep warm"
             raise Rejection(said, param="messages")
-        text, ids = self._begin(request, head, now)
-        return head, text, ids, self._parts(request, ids, now)
+        text, ids = self._beginnings.render(request, head, now)
+        return head, text, ids, self._beginnings.parts(request, ids, now)
 
     def _stored_head(self, store: Store, session: str) -> tuple[str, tuple[Message, ...], str, Line]:
         """Return owner, system messages, text and ids of a stored conversation's beginning. Raises StoreError."""
@@ -404,79 +397,6 @@ class Planner:
             owner=owner,
         )
 
-    def _system(self, request: Request, ids: Line, now: datetime) -> int:
-        """Count the ids of a prompt's system prompt; 0 if they are few, or not ids of their own.
-
-        Also 0 if they are not at hand: then the prompt starts from a state after them.
-        """
-        if ids.start:
-            return 0
-        _, tokens = self._begin(request, request.messages[: system_prompt(request.messages)], now)
-        fits = SYSTEM_CHECKPOINT_TOKENS <= len(tokens) < len(ids) - 1
-        return len(tokens) if fits and np.array_equal(ids.own[: len(tokens)], tokens.own) else 0
-
-    def _parts(self, request: Request, ids: Line, now: datetime) -> tuple[int, ...]:
-        """Count the ids up to the end of the tools, and of the blocks and messages of the system prompt but the last.
-
-        The prompt is compared with the rendering of these alone. Of blocks and messages the last ENDS count, and any of
-        the last MARKS that are marked.
-        """
-        system, tools = system_prompt(request.messages), request.given.tools
-        if ids.start or not (system or request.marked_tools):
-            return ()
-        last = BlockEnd(system - 1, None, marked=True)  # the end of the whole system prompt
-        blocks = [b for b in request.blocks if b.message < system and b != last]
-        ends = [*blocks, *(BlockEnd(i, None, marked=False) for i in range(system - 1))]
-        ends.sort(key=lambda b: (b.message, b.characters is None, b.characters))
-        marked = [b for b in request.blocks if b.marked][-MARKS:]
-        found = []
-        if 0 < request.marked_tools < len(tools):
-            some = replace(request, given=replace(request.given, tools=tools[: request.marked_tools]))
-            found.append(self._begin(some, (), now)[1])
-        if tools and system:
-            found.append(self._begin(request, (), now)[1])
-        for end in {*ends[-ENDS:], *(b for b in marked if b in blocks)}:
-            found.append(self._begin(request, _up_to(request.messages, end), now)[1])
-        return tuple(alike(beginning.own, ids.own) for beginning in found)
-
-    def _marks(self, request: Request, shown: RenderedPrompt, now: datetime, cut: int) -> tuple[int, ...]:
-        """Count the ids up to the ends of the marked blocks behind the system prompt, of the last MARKS.
-
-        Of a request that opens a conversation also up to where its last block begins: agents say the same before the
-        user's words each time. The end of the prompt has a state in any case. cut: messages that were left out; then no
-        mark counts.
-        """
-        first, last = system_prompt(request.messages), len(request.messages) - 1
-        marked = [b for b in request.blocks if b.marked][-MARKS:]
-        marked = [b for b in marked if b.message >= first and (b.message < last or b.characters is not None)]
-        heads = [_up_to(request.messages, end) for end in dict.fromkeys((*marked, *_opening(request, first)))]
-        return tuple(self._renderer.shares(shown, heads, now, request.given)) if heads and not cut else ()
-
-    def _begin(self, request: Request, head: Sequence[Message], now: datetime) -> tuple[str, Line]:
-        """Render the beginning that all conversations with these first messages share. request: its other facts."""
-        return self._begun(tuple(head), request.given, now, request.domain.owner)
-
-    def _begun(self, head: tuple[Message, ...], given: TemplateInput, now: datetime, owner: str) -> tuple[str, Line]:
-        render = self._beginning if len(given.text) <= MAX_KEPT_CHARS else self._render_beginning
-        return render(head, given, now if self._renderer.tells_time else None, owner)
-
-    def _render_beginning(
-        self, head: tuple[Message, ...], given: TemplateInput, now: datetime | None, owner: str
-    ) -> tuple[str, Line]:
-        """Render the beginning that all conversations with this system prompt, these tools and variables share.
-
-        Returns its text and ids, up to the last control token.
-        owner: part of the cache key, so that response time reveals nothing about other owners.
-        """
-        clock = now or local_now()
-        try:
-            text = self._renderer.beginning(head, clock, given)
-        except Rejection:
-            return "", NOTHING
-        # A client's system prompt changes more often than its tools.
-        kept = bool(head and given.tools) and len(given.text) <= MAX_KEPT_CHARS
-        return text, self._renderer.encode(text, self._begun((), given, clock, owner) if kept else None)
-
     def settled(
         self, stored: Snapshot, turn: Turn, info: SessionInfo, given: TemplateInput
     ) -> tuple[RenderedPrompt, bool] | None:
@@ -502,34 +422,6 @@ class Planner:
             return None
         agrees = shown.text.start == turn.text.start and self._renderer.agrees(shown.text, turn)
         return (shown, agrees) if len(shown.text) else None
-
-
-def _opening(request: Request, first: int) -> list[BlockEnd]:
-    """Return the end of what stands before the last block, or message, of a conversation that has no answer yet.
-
-    first: index of the first message behind the system prompt.
-    """
-    last = len(request.messages) - 1
-    if last < first or any(message.role == "assistant" for message in request.messages[first:]):
-        return []
-    length = len(request.messages[last].content)
-    ends = [b for b in request.blocks if b.message == last and b.characters is not None and b.characters < length]
-    return ends[-1:] or ([BlockEnd(last - 1, None, marked=False)] if last > first else [])
-
-
-def _up_to(messages: Sequence[Message], end: BlockEnd) -> tuple[Message, ...]:
-    """Return the messages up to the end of a block."""
-    last = messages[end.message]
-    part = last if end.characters is None else replace(last, content=last.content[: end.characters])
-    return (*messages[: end.message], part)
-
-
-def local_now() -> datetime:
-    """Return the time of this machine's zone, as templates get it and as a session stores it.
-
-    The zone is an offset from UTC without a name, so that a template renders the same before and after it was stored.
-    """
-    return datetime.fromisoformat(datetime.now(UTC).astimezone().isoformat())
 
 
 def _is_whole(path: Sequence[Turn]) -> bool:

@@ -23,13 +23,12 @@ from ssmd.api.openai.responses.items import flat_name, read_items
 from ssmd.api.openai.responses.state import History, messages_in, no_conversation
 from ssmd.api.openai.responses.stored import ConversationItems, Page, listed
 from ssmd.api.operation import Service
-from ssmd.engine.prompt.planner import local_now
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.rows import conversations as rows
 from ssmd.sessions.rows.conversations import Conversation, Entry
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError, UnknownSession
+from ssmd.sessions.turn import StoreError, UnknownSession, local_now
 from ssmd.text.messages import Message
 
 T = TypeVar("T")
