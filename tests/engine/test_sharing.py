@@ -18,11 +18,13 @@ from sqlalchemy import func, select
 
 from ssmd.engine.decode import sharing
 from ssmd.engine.persist import writer as writer_module
-from ssmd.engine.request import Beginning
+from ssmd.engine.persist.persistence import Persistence
+from ssmd.engine.persist.restore import Restoring
+from ssmd.engine.request import Beginning, Request
 from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.domain import Domain
+from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.rows.schema import segment
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
@@ -297,6 +299,65 @@ def test_no_request_waits_for_few_tokens(stopped: OwnEngine) -> None:
     system = Message("system", "You keep the lighthouse at the end of the pier. " * 2)
     asked = [Asked(stopped, system, user(f"{n}, who is there? " * 9)) for n in ("Anna", "Ben")]
     assert [a.usage.cached_tokens for a in answers_of(stopped, asked)] == [0, 0]
+
+
+def test_no_restore_waits_for_states_being_written(engine: OwnEngine) -> None:
+    """Only those that look for a deeper state among them wait, and no longer than they are to."""
+    ask(engine, SYSTEM, user("Who is there?"))
+    persistence = engine._persistence
+    assert isinstance(persistence, Persistence)
+    restorer, writer = persistence._restorer, persistence._writer
+    writer.flush()
+    prompt = engine._planner.plan(Request((SYSTEM, user("Who is there?"))))
+    assert prompt.found is not None
+    go_on = threading.Event()
+
+    def busy() -> None:
+        go_on.wait()
+
+    writer.after(busy)
+    late = [restorer.begin(prompt, None, EVERYBODY, lambda: None, client="a", again=True) for _ in range(8)]
+    soon = restorer.begin(prompt, None, EVERYBODY, lambda: None, client="a")
+    states = [soon.result()[1]]
+    assert not any(one.done() for one in late)
+    bounded = threading.Event()
+    writer.after(bounded.set, within_s=0.01)
+    bounded.wait()
+    go_on.set()
+    states += [one.result()[1] for one in late]
+    for state in states:
+        assert state.found is not None
+        assert state.found.position == prompt.found.position
+        assert state.handle is not None
+        engine.program.release(state.handle)
+
+
+def test_clients_alternate_where_states_are_restored(engine: OwnEngine) -> None:
+    ask(engine, SYSTEM, user("Who is there?"))
+    persistence = engine._persistence
+    assert isinstance(persistence, Persistence)
+    persistence._writer.flush()
+    prompt = engine._planner.plan(Request((SYSTEM, user("Who is there?"))))
+    restored, first, go_on = list[str](), threading.Event(), threading.Event()
+
+    def begin(client: str, name: str) -> Restoring:
+        def then() -> None:
+            restored.append(name)
+            first.set()
+            go_on.wait()
+
+        return persistence._restorer.begin(prompt, None, EVERYBODY, then, client=client)
+
+    begun = [begin("a", "a0")]
+    first.wait()
+    begun += [*(begin("a", f"a{i}") for i in range(1, 6)), begin("b", "b0"), begin("b", "b1"), begin("c", "c0")]
+    go_on.set()
+    states = [one.result()[1] for one in begun]
+    persistence._restorer.close()
+    assert restored == ["a0", "a1", "b0", "c0", "a2", "b1", "a3", "a4", "a5"]
+    for state in states:
+        assert state.handle is not None
+        engine.program.release(state.handle)
 
 
 def test_a_hybrid_with_rotated_keys_shares_too(artifacts: TinyArtifacts, store: Store) -> None:

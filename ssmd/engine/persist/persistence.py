@@ -103,7 +103,7 @@ class Persistence:
         with contextlib.suppress(StoreError):
             for owner, ids in self._store.beginnings(planner.scope.lineage, REMEMBERED):
                 self._seen.parted(owner, ids)
-        damaged, written = partial(writer.heal, spec=program.spec), partial(writer.flush, COMMIT_PATIENCE_S)
+        damaged, written = partial(writer.heal, spec=program.spec), partial(writer.after, within_s=COMMIT_PATIENCE_S)
         self._restorer = Restorer(program, self._store, planner.scope, damaged=damaged, written=written)
         self._rerenderer = Rerenderer(planner, program, writer, self._restorer, self._made, wake=wake)
         self._warm = WarmReader(planner, program, writer, self._restorer, self._made, wake=wake)
@@ -209,9 +209,9 @@ class _TurnStore(GenerationStore):
 
     def restore(self, *, again: bool = False) -> None:
         if self._prompt.found is not None or again or self._alike:
-            again, domain = again or self._alike, self._asked.request.domain
+            again, request = again or self._alike, self._asked.request
             self._restoring = self._by._restorer.begin(
-                self._prompt, self._asked.session, domain, self._by._wake, again=again
+                self._prompt, self._asked.session, request.domain, self._by._wake, client=request.client, again=again
             )
 
     def publish(self) -> None:

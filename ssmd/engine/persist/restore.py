@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -39,8 +41,8 @@ Restoring = Future[tuple[Prompt, LoadedState]]
 class Restorer:
     """Restores checkpoints into handles: `load` from any thread; `begin` in a thread of its own.
 
-    damaged: called with the id of a checkpoint that was found damaged. written: waits for the states that are being
-    written.
+    damaged: called with the id of a checkpoint that was found damaged. written: calls its argument, once, when the
+    states that are being written now are written or late. From any thread.
     """
 
     def __init__(
@@ -50,27 +52,62 @@ class Restorer:
         scope: Scope,
         *,
         damaged: Callable[[int], None],
-        written: Callable[[], None] = lambda: None,
+        written: Callable[[Callable[[], None]], None] = lambda then: then(),
     ) -> None:
         self._program, self._store, self._scope, self._damaged = program, store, scope, damaged
         self._written = written
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ssmd-restore")
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # by client; the next one's is the first
 
     def begin(
-        self, prompt: Prompt, session: str | None, domain: Domain, then: Callable[[], None], *, again: bool = False
+        self,
+        prompt: Prompt,
+        session: str | None,
+        domain: Domain,
+        then: Callable[[], None],
+        *,
+        client: str,
+        again: bool = False,
     ) -> Restoring:
         """Load the state that a prompt starts from, in the background. `then` is called when that is done.
 
         The prompt is returned with it. If its stored data cannot be read, it is rendered again from the request's
-        messages. again: look for a deeper state before, among those that were written since.
+        messages. client: clients alternate, so that none waits for all the states of another one. again: look for a
+        deeper state before, among those that are being written. Others' states are restored meanwhile.
         """
-        restoring = self._thread.submit(self._load, prompt, session, domain, again)
+        restoring = Restoring()
         restoring.add_done_callback(lambda _: then())
+
+        def run() -> None:
+            if restoring.set_running_or_notify_cancel():
+                try:
+                    restoring.set_result(self._load(prompt, session, domain, again))
+                except BaseException as err:
+                    restoring.set_exception(err)
+
+        def submit() -> None:
+            with self._lock:
+                self._waiting.setdefault(client, deque()).append(run)
+            try:
+                self._thread.submit(self._run_next)
+            except RuntimeError:  # it is closed
+                restoring.cancel()
+
+        self._written(submit) if again else submit()
         return restoring
+
+    def _run_next(self) -> None:
+        with self._lock:
+            client = next(iter(self._waiting))
+            mine = self._waiting.pop(client)
+            run = mine.popleft()
+            if mine:
+                self._waiting[client] = mine  # behind the others
+        run()
 
     def _load(self, prompt: Prompt, session: str | None, domain: Domain, again: bool) -> tuple[Prompt, LoadedState]:
         if again:
-            self._written()
             with contextlib.suppress(StoreError), self._store.of(domain).snapshot() as stored:
                 found, ids, stem = stored.resume(self._scope, prompt.ids, prompt.stem, session)
                 # A raw prompt has no text; its prefill stops at no system prompt, so that its rows are others.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -146,6 +145,22 @@ class _CommitStatus(Patience):
         timer.daemon = True
         timer.start()
         return timer.finished
+
+
+def _once(within_s: float, then: Callable[[bool], None]) -> Callable[[bool], None]:
+    """Return a function that calls `then` with its argument, once; a timer calls it with False after `within_s`."""
+    told = threading.Semaphore()
+
+    def tell(done: bool) -> None:
+        if told.acquire(blocking=False):
+            over.set()
+            then(done)
+
+    timer = threading.Timer(within_s, tell, [False])
+    over = timer.finished  # not the timer, which refers to `tell`
+    timer.daemon = True
+    timer.start()
+    return tell
 
 
 def _late() -> StoreTimeout:
@@ -386,12 +401,7 @@ class Writer:
         `then` is called after COMMIT_PATIENCE_S at the latest. used: id of the checkpoint that they grew from.
         They stay for LOOSE_S after their last use, sealed ones for SEALED_S, and take a share of the quota at most.
         """
-        told = threading.Semaphore()
-
-        def tell(written: bool = False) -> None:
-            if told.acquire(blocking=False):
-                over.set()
-                then(written)
+        tell = _once(COMMIT_PATIENCE_S, then)
 
         def work() -> None:
             self._forget(checkpoints)
@@ -415,10 +425,6 @@ class Writer:
                 tell(written)
             self._metrics.stored_bytes(self.store.bytes_stored(), self.store.quota)
 
-        timer = threading.Timer(COMMIT_PATIENCE_S, tell)
-        over = timer.finished  # not the timer, which refers to `tell`
-        timer.daemon = True
-        timer.start()
         self._work.put(work)
 
     def drop_sealed_of_others(self, owners: Collection[str]) -> None:
@@ -527,19 +533,22 @@ class Writer:
                 self.condition.well()
             self._noticed = ""
 
-    def after(self, work: Callable[[], None]) -> None:
-        """Call `work` on the writer's thread once all earlier work is done. From any thread."""
-        self._work.put(work)
+    def after(self, work: Callable[[], None], within_s: float | None = None) -> None:
+        """Call `work` on the writer's thread once all earlier work is done. From any thread.
+
+        within_s: call it after so many seconds at the latest, then on a thread of its own.
+        """
+        self._work.put(work if within_s is None else partial(_once(within_s, lambda _: work()), True))
 
     def count_warm(self, tokens: int) -> None:
         """Count a request that starts from a warm beginning. tokens: those that it does not read."""
         self._metrics.warm_begun(tokens)
 
-    def flush(self, within_s: float = math.inf) -> None:
-        """Wait until all earlier work is done or has failed, at most `within_s` seconds."""
-        done, until = threading.Event(), time.monotonic() + within_s
+    def flush(self) -> None:
+        """Wait until all earlier work is done or has failed."""
+        done = threading.Event()
         self._work.put(done.set)
-        while self._thread.is_alive() and not done.wait(timeout=0.1) and time.monotonic() < until:
+        while self._thread.is_alive() and not done.wait(timeout=0.1):
             pass
 
     def close(self) -> None:
