@@ -196,7 +196,13 @@ def test_logits_that_no_token_can_come_from(fields: dict[str, Any], place: slice
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9, "logit_bias": {310: 9.0}}, {"typical_p": 0.9, "min_p": 0.1}],
+    [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 5},
+        {"top_p": 0.9, "logit_bias": {310: 9.0}},
+        {"typical_p": 0.9, "min_p": 0.1},
+    ],
 )
 def test_padding_and_gaps_are_never_drawn(fields: dict[str, Any]) -> None:
     tokens = np.array([*range(7), *range(8, 300)])
