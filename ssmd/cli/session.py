@@ -185,8 +185,8 @@ def show(
     imported = ", imported" if session.info.imported else ""
     owner = f", of {plain(session.info.owner)}" if session.info.owner else ""
     model = plain(session.info.model)
-    turns = f"{counted(len(path), 'turn')}{branches}"
-    typer.echo(f"{session.id}  {model}  {turns}{imported}{owner}, {_size(session.nbytes)}")
+    shown = f"{counted(len(path), 'turn')}{branches}"
+    typer.echo(f"{session.id}  {model}  {shown}{imported}{owner}, {_size(session.nbytes)}")
     for turn in path:
         if why:
             typer.echo(f"\n{turn.id}: {_why(turn, partings.get(turn.id))}")
