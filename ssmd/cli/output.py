@@ -41,6 +41,11 @@ def fail(message: str, code: int = FAILED) -> NoReturn:
     sys.exit(code)
 
 
+def counted(n: int, noun: str) -> str:
+    """Return a number with its noun, which is in the plural if it is not 1."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
 def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield each row as a line. Every column is as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssmd.cli import completion, options
-from ssmd.cli.output import fail
+from ssmd.cli.output import counted, fail
 from ssmd.machine.spelling import json_text
 
 if TYPE_CHECKING:
@@ -185,14 +185,25 @@ def show(
     imported = ", imported" if session.info.imported else ""
     owner = f", of {plain(session.info.owner)}" if session.info.owner else ""
     model = plain(session.info.model)
-    typer.echo(f"{session.id}  {model}  {len(path)} turns{branches}{imported}{owner}, {_size(session.nbytes)}")
+    shown = f"{counted(len(path), 'turn')}{branches}"
+    typer.echo(f"{session.id}  {model}  {shown}{imported}{owner}, {_size(session.nbytes)}")
     for turn in path:
         if why:
             typer.echo(f"\n{turn.id}: {_why(turn, partings.get(turn.id))}")
         for message in turn.messages:
             typer.echo(f"\n{message.role}: {_shown(message)}")
+        if not has_answer(turn.finish):
+            continue
         cut = "" if turn.complete else "  [cut off]"
         typer.echo(f"\n{turn.answer.role}: {_shown(turn.answer)}{cut}")
+
+
+def has_answer(finish: str) -> bool:
+    """Return False for the end of a turn without an answer: added items, a conversation's or a warm beginning."""
+    from ssmd.sessions.rows.conversations import ADDED, OPENING
+    from ssmd.sessions.rows.warm import WARM
+
+    return finish not in (ADDED, OPENING, WARM)
 
 
 def _why(turn: Turn, parting: Parting | None) -> str:
@@ -383,17 +394,19 @@ def _collect_unlisted(data_dir: Path | None, *, as_json: bool, alone: bool) -> N
     if as_json:
         typer.echo(json.dumps({"checkpoints": gone, "bytes": nbytes}))
     else:
-        typer.echo(f"{gone} states of requests that are not stored were removed, {show_size(nbytes)}")
+        were = "was" if gone == 1 else "were"
+        typer.echo(f"{counted(gone, 'state')} of requests that are not stored {were} removed, {show_size(nbytes)}")
 
 
 def _tell(done: CollectionResult, limit: int, *, dry_run: bool) -> None:
     from ssmd.machine.size import show_size
 
-    would = "would be removed" if dry_run else "were removed"
+    would = "would be removed" if dry_run else "was removed" if done.checkpoints == 1 else "were removed"
     for session_id, (nbytes, count) in done.sessions.items():
-        typer.echo(f"{session_id}: {count} states, {show_size(nbytes)}")
+        typer.echo(f"{session_id}: {counted(count, 'state')}, {show_size(nbytes)}")
+    states = f"{counted(done.checkpoints, 'state')} of {counted(len(done.sessions), 'session')}"
     typer.echo(
-        f"{done.checkpoints} states of {len(done.sessions)} sessions {would}, {show_size(done.nbytes)}; "
+        f"{states} {would}, {show_size(done.nbytes)}; "
         f"{show_size(done.left)} of {show_size(limit)} {'would be ' if dry_run else ''}in use"
     )
 
@@ -435,7 +448,9 @@ def check(
     else:
         for damage in done.damages:
             typer.echo(plain(str(damage)))
-        typer.echo(f"{done.sessions} sessions, {done.turns} turns, {done.checkpoints} checkpoints: {_verdict(done)}")
+        found = f"{counted(done.sessions, 'session')}, {counted(done.turns, 'turn')}"
+        found += f", {counted(done.checkpoints, 'checkpoint')}"
+        typer.echo(f"{found}: {_verdict(done)}")
         if done.kept is not None:
             typer.echo(f"the damaged file is kept as {done.kept}; remove it if you miss nothing")
     if done.damages and not done.repaired:

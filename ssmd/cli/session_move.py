@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import completion, options
-from ssmd.cli.output import USAGE, fail
+from ssmd.cli.output import USAGE, counted, fail
 from ssmd.cli.session import _size, open_store, read_session
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def _export_one(store: Store, session_id: str, file: Path, states: States, *, fo
         typer.echo(json.dumps(fields | {"left_out": done.left_out}))
         return
     left = f" ({done.left_out} more states do not fit into one file)" if done.left_out else ""
-    typer.echo(f"{file}: {done.turns} turns, {done.checkpoints} states{left}, {_size(done.nbytes)}")
+    what = f"{counted(done.turns, 'turn')}, {counted(done.checkpoints, 'state')}{left}"
+    typer.echo(f"{file}: {what}, {_size(done.nbytes)}")
 
 
 def import_(
@@ -197,7 +198,8 @@ def _artifact_of(lineage: str, settings: Settings) -> Path:
 
 def _line(done: ImportResult) -> str:
     renamed = " (a new id: the file's own is in use here)" if done.renamed else ""
-    what = f"{done.session}{renamed}: {done.turns} turns, {done.checkpoints} states, {_size(done.nbytes)}"
+    what = f"{counted(done.turns, 'turn')}, {counted(done.checkpoints, 'state')}"
+    what = f"{done.session}{renamed}: {what}, {_size(done.nbytes)}"
     if not done.text_only:
         return what
     return f"{what}; text only: {done.text_only}. The next request reads it whole, once"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssmd.cli import options
-from ssmd.cli.session import Id, _summary, _turn, open_store, plain, read_session, whole_id
+from ssmd.cli.output import counted
+from ssmd.cli.session import Id, _summary, _turn, has_answer, open_store, plain, read_session, whole_id
 from ssmd.machine.spelling import json_text
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ def fork(
     if as_json:
         typer.echo(json_text(_summary(made)))
         return
-    many = "turn" if made.turns == 1 else "turns"
-    typer.echo(f"{made.id}: {made.turns} {many}, begins at {made.base}")
+    typer.echo(f"{made.id}: {counted(made.turns, 'turn')}, begins at {made.base}")
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ def drawn(nodes: Sequence[Node], head: str, kept: Collection[str] = ()) -> Itera
     short = short_ids([one.id for one in nodes])
     parents = {one.parent for one in nodes}
     branches = sum(one.id not in parents for one in nodes)
-    many = "branch" if branches == 1 else "branches"
-    yield f"{len(nodes)} {'turn' if len(nodes) == 1 else 'turns'}, {branches} {many}"
+    yield f"{counted(len(nodes), 'turn')}, {counted(branches, 'branch')}"
     for rails, one in _railed(nodes):
         marks = ("*" if one.id == head else "-") + ("+" if one.id in kept else " ")
         yield f"{rails}{marks} {short[one.id]}  {_said(one)}"
@@ -119,6 +118,8 @@ def _railed(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
 def _said(node: Node) -> str:
     asked = f"{plain(node.asked[-1]['role'])}: {words(node.asked[-1]['content'])}" if node.asked else "(no message)"
     more = f" (and {len(node.asked) - 1} before)" if len(node.asked) > 1 else ""
+    if not has_answer(node.finish):
+        return f"{asked}{more}  (no answer)"
     end = node.finish if node.complete else f"{node.finish}, incomplete"
     return f"{asked}{more}  assistant: {words(node.answer)}  [{end}]"
 

@@ -69,6 +69,8 @@ class Tokenizer:
         if (longest := max(map(len, named), default=0)) > MAX_TOKEN:
             raise TokenizerError(f"the tokenizer has a token of {longest} characters, at most {MAX_TOKEN} are allowed")
         self.vocabulary: int = max(named.values(), default=-1) + 1
+        # Ids that an answer may have: models pad their logits beyond them, and vocabularies have gaps.
+        self.known: NDArray[np.intp] = np.array([*named.values(), *stop_tokens], np.intp)
         added: dict[int, tokenizers.AddedToken] = library.get_added_tokens_decoder()
         self._controls = Controls(added, stop_tokens, normalizes=library.normalizer is not None)
         self._special = self._controls.special

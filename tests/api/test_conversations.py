@@ -130,6 +130,20 @@ def test_responses_go_on_from_a_conversation(tiny: Daemon) -> None:
     assert again["conversation"] == {"id": id_}
 
 
+def test_an_answer_that_was_cut_is_listed_as_incomplete(tiny: Daemon) -> None:
+    id_ = begun(tiny)
+    cut = ask(tiny, "a", "x y z and on", conversation=id_, max_output_tokens=2).json
+    assert (cut["status"], cut["output"][-1]["status"]) == ("incomplete", "incomplete")
+    after = response_of(ask(tiny, "b", "y", conversation=id_))
+    quiet(tiny)
+    pages = [listed(tiny, id_), listed(tiny, id_, "?order=desc&limit=100")[::-1]]
+    for page in pages:
+        assert [item["status"] for item in page] == ["completed", "incomplete", "completed", "completed"]
+        assert [page[1], page[3]] == [*cut["output"], *after["output"]]
+    read = tiny.served.ask("GET", f"{RESPONSES}/{after['id']}/input_items?order=asc").json["data"]
+    assert read == pages[0][:3]
+
+
 def test_instructions_are_no_items_of_a_conversation(tiny: Daemon) -> None:
     id_ = begun(tiny)
     response_of(ask(tiny, "a", "x", conversation=id_, instructions="Be short."))
@@ -252,6 +266,22 @@ def test_a_deleted_item_is_read_no_more(tiny: Daemon) -> None:
     assert said(tiny, id_) == ["a", "c", "e", "y"]
     response_of(ask(tiny, "f", "z", conversation=id_))
     assert said(tiny, id_) == ["a", "c", "e", "y", "f", "z"]
+
+
+def test_a_deleted_item_is_not_given_by_its_id(tiny: Daemon) -> None:
+    id_ = begun(tiny, user("a"))
+    made = response_of(ask(tiny, "b", "x", conversation=id_))
+    quiet(tiny)
+    items = listed(tiny, id_)
+    assert items[2] == made["output"][0]
+    references = [{"type": "item_reference", "id": item["id"]} for item in items]
+    assert ask(tiny, [references[1], references[2], user("c")], "y").status == 200
+    for index in (1, 2):
+        assert send(tiny, "DELETE", f"/{id_}/items/{items[index]['id']}").status == 200
+        answer = ask(tiny, [references[index], user("c")])
+        assert gone(answer), answer.body
+        assert answer.error["param"] == "input[0].id"
+    assert ask(tiny, [references[0], user("c")], "y").status == 200
 
 
 def test_a_second_request_at_a_conversation_is_refused(tiny: Daemon) -> None:

@@ -57,6 +57,16 @@ def fed_again(tiny: Daemon, echo: dict[str, Any], first: Any) -> int:
     return int(usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
 
 
+def test_ids_without_text_are_no_part_of_an_answer(artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    """The model's logits are padded, as many are: beyond 384 no id has a text."""
+    with daemon(artifacts["mamba2-groups-f32"], tmp_path) as one:
+        first = one.chat("Tell me", temperature=0, max_tokens=12, logit_bias={"390": 100, "396": 100})
+        choice = first.json["choices"][0]
+        assert choice["message"]["content"]
+        assert choice["finish_reason"] == "length"
+        assert fed_again(one, {"content": choice["message"]["content"]}, first) < 20
+
+
 @pytest.mark.parametrize("form", ["string", "spaces", "parts", "more parts", "as the SDK dumps it"])
 def test_forms_of_an_echo(tiny: Daemon, form: str) -> None:
     first = tiny.chat("Tell me", seed=4, temperature=1)

@@ -136,3 +136,5 @@ def test_a_full_store_says_so(one: Daemon) -> None:
     one.store.quota = 1000
     refused = one.served.ask("POST", WARM, body(one))
     assert (refused.status, refused.error["code"]) == (507, "storage_error")
+    for why in ("pinned sessions leave no room", "full or too slow", "Send the request again"):
+        assert why in refused.error["message"]

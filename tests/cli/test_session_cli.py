@@ -225,7 +225,7 @@ def test_collect_what_no_list_shows(ssmd: Ssmd, chat: Chat, monkeypatch: pytest.
         state = NewCheckpoint("user", Line.of(ids), state_of(HYBRID, np.asarray(ids)), seal=seal)
         assert chat.store.keep(chat.encode(state)).nbytes > 0
     assert "goes with neither" in ssmd("gc", "--unlisted", "--dry-run", code=2).stderr
-    assert "1 states of requests that are not stored were removed" in ssmd("gc", "--unlisted").stdout
+    assert "1 state of requests that are not stored was removed" in ssmd("gc", "--unlisted").stdout
     assert chat.store.bytes_stored() > kept, "the other one was written just now"
     monkeypatch.setattr(session_module, "_UNDER_WAY_S", 0.0)
     assert ssmd.json("gc", "--unlisted")["checkpoints"] == 1
@@ -254,7 +254,7 @@ def test_collect(ssmd: Ssmd, chat: Chat) -> None:
 
 
 def test_check(ssmd: Ssmd, chat: Chat) -> None:
-    assert ssmd("check").stdout == "1 sessions, 3 turns, 6 checkpoints: all sound\n"
+    assert ssmd("check").stdout == "1 session, 3 turns, 6 checkpoints: all sound\n"
     raw = sqlite3.connect(ssmd.data / FILE)
     raw.execute("UPDATE piece SET data = x'00' WHERE checkpoint = 4")
     raw.execute("UPDATE turn SET items = CAST('\x1b[2J' AS BLOB) WHERE id = 't2b'")

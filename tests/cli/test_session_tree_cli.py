@@ -10,6 +10,8 @@ import pytest
 from cli.test_session_cli import Ssmd
 from keeping import Chat, user
 
+from ssmd.sessions.rows.conversations import ADDED, OPENING
+from ssmd.sessions.rows.warm import WARM
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message, ToolCall
 
@@ -63,6 +65,18 @@ def test_calls_and_results_are_shown(ssmd: Ssmd, chat: Chat) -> None:
     tree = ssmd.json("tree", "ses_1")["tree"]
     assert tree[-2]["answer"]["tool_calls"] == [call.to_json()]
     assert tree[-1]["messages"] == [{"role": "tool", "content": "It rains.", "tool_call_id": "call_1"}]
+
+
+@pytest.mark.parametrize("finish", [OPENING, ADDED, WARM])
+def test_a_turn_without_an_answer_has_none(ssmd: Ssmd, finish: str) -> None:
+    chat = Chat(Store.open(ssmd.data), "ses_9")
+    made, _ = chat.make("turn_a", None, [user("I am 30.")], "")
+    chat.store.commit([replace(made, answer=Message("assistant", ""), finish=finish)], session=chat.info)
+    assert ssmd("tree", "ses_9").stdout.splitlines() == [
+        "ses_9  made-up  1 turn, 1 branch",
+        "*  turn_a  user: I am 30.  (no answer)",
+    ]
+    assert ssmd("show", "ses_9").stdout == "ses_9  made-up  1 turn, 0.0 MB\n\nuser: I am 30.\n"
 
 
 def test_tree_as_json(ssmd: Ssmd, chat: Chat) -> None:

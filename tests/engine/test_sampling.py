@@ -194,6 +194,27 @@ def test_logits_that_no_token_can_come_from(fields: dict[str, Any], place: slice
         Sampler(SamplingParams(**fields)).sample(logits)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 5},
+        {"top_p": 0.9, "logit_bias": {310: 9.0}},
+        {"typical_p": 0.9, "min_p": 0.1},
+    ],
+)
+def test_padding_and_gaps_are_never_drawn(fields: dict[str, Any]) -> None:
+    tokens = np.array([*range(7), *range(8, 300)])
+    logits = np.zeros(320, np.float32)  # a whole number of rows: without padding they are read where they are
+    logits[[7, 300, 310, 319]] = 20.0, np.inf, 30.0, np.nan
+    sampler = Sampler(SamplingParams(**fields, seed=3, logprobs=True, top_logprobs=3), tokens=tokens)
+    for _ in range(50):
+        sample = sampler.sample(logits)
+        assert {sample.token, *(token for token, _ in sample.top)} <= {*tokens.tolist()}
+        assert sample.logprob == pytest.approx(-np.log(299), abs=1e-5)
+
+
 def test_a_bias_outside_the_vocabulary_or_wrong_array_is_refused() -> None:
     with pytest.raises(ValueError, match="token 10; the vocabulary has 10"):
         Sampler(SamplingParams(logit_bias={10: 1.0})).sample(np.zeros(10, np.float32))

@@ -137,6 +137,15 @@ def test_a_string_has_what_looks_like_tags(text: str) -> None:
     assert read(QWEN_3_5, said, tools={"f": PARAMETERS}) == found
 
 
+@pytest.mark.parametrize("rest", ["<function=", "<function=\n", "<function=</function>null</tool_call>\n"])
+def test_text_behind_an_unclosed_call_is_one_at_every_cut(rest: str) -> None:
+    said = f"<tool_call>\n<function=f>\n{rest}"
+    found = read(QWEN_3_5, [said], tools={"f": PARAMETERS})
+    assert [arguments for _, arguments, _ in found.calls] == ["{}"]
+    for cut in range(len(said)):
+        assert read(QWEN_3_5, [said[:cut], said[cut:]], tools={"f": PARAMETERS}) == found, cut
+
+
 def test_a_string_streams_and_the_rest_comes_whole() -> None:
     def sent(*pieces: str) -> str:
         found = read(QWEN_3_5, pieces, tools={"f": PARAMETERS}, cut=True)

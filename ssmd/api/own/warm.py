@@ -95,7 +95,8 @@ class _WarmAnswer(Answer):
         if not usage.stored or (not self._idle and not usage.state_stored):
             what = "its state was" if usage.stored else "the beginning was"
             said = (
-                f"{what} not stored: `ssmd session list` shows the space that pinned sessions take; /health says more"
+                f"{what} not stored: pinned sessions leave no room (`ssmd session list` shows the space that they "
+                "take), or the disk is full or too slow; /health says more. Send the request again after that"
             )
             raise Rejection(said, status=507, code="storage_error")
         return {

@@ -14,6 +14,7 @@ import typer
 
 from ssmd.cli.chat import terminal
 from ssmd.cli.chat.talk import ChatReply, ContextRoom, Show, Talk
+from ssmd.cli.output import counted
 from ssmd.cli.session import plain, whole_id
 from ssmd.cli.session_tree import Node, drawn, said_by, words
 from ssmd.daemon.discovery import DaemonError
@@ -263,7 +264,7 @@ def _sessions(chat: Chat, argument: str) -> None:
     for n, one in enumerate(found, 1):
         used = datetime.fromtimestamp(one["last_used"]).astimezone().strftime("%Y-%m-%d %H:%M")
         mark = "*" if one["id"] == chat.talk.session else " "
-        turns = f"{one['turn_count']} {'turn' if one['turn_count'] == 1 else 'turns'}"
+        turns = counted(one["turn_count"], "turn")
         typer.echo(
             f"{mark}{n:3} {plain(one['id']):28} {plain(one['model']):16} {turns:9} {used}  {plain(one['title'])}"
         )
@@ -282,7 +283,7 @@ def _go_to(chat: Chat, given: str) -> None:
 
 def _arrived(chat: Chat, session: dict[str, Any]) -> None:
     turns = sum(m["role"] == "assistant" for m in chat.talk.messages)
-    typer.echo(f"session {plain(session['id'])}: {turns} {'turn' if turns == 1 else 'turns'}")
+    typer.echo(f"session {plain(session['id'])}: {counted(turns, 'turn')}")
     for message in chat.talk.messages[-2:]:
         typer.echo(f"  {plain(message['role'])}: {words(message['content'])}")
 

@@ -59,7 +59,8 @@ class Choice:
         self._budget = budget
         dry = request.sampling.dry
         breakers = () if dry is None else tokenizer.holding(dry.breakers)
-        self._sampler = Sampler(request.sampling, index=index, before=prompt.ids.own, breakers=breakers)
+        before, known = prompt.ids.own, tokenizer.known
+        self._sampler = Sampler(request.sampling, index=index, before=before, breakers=breakers, tokens=known)
         self._tokenizer = tokenizer
         self._stop_tokens = stops
         # The guide of each call, from its marker to its end, or else of the whole answer.

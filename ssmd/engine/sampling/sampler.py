@@ -51,10 +51,12 @@ class Sampler:
         index: int = 0,
         before: Sequence[int] | NDArray[Any] = (),
         breakers: Collection[int] = (),
+        tokens: Ids | None = None,
     ) -> None:
         """Start behind a prompt.
 
         before: the prompt's last ids, at least `params.counted` of them. breakers: ids of DRY's breakers.
+        tokens: the ids that may be drawn, as logits may be padded with ids that no token has; all by default.
         """
         self.params = params
         self._filters = params.filters
@@ -70,6 +72,8 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
         self._bias_ids: Ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
         self._bias: Floats = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
+        self._tokens = tokens
+        self._padding: Ids = np.empty(0, np.intp)  # ids that no token has
         self._vocabulary = 0
         self._own = self._weights = self._rest = self._keys = self._masked = np.empty(0, np.float32)
         self._before = np.empty(0, np.bool_)
@@ -134,7 +138,7 @@ class Sampler:
         return Sample(token, float(rows.reshape(-1)[token]) - shift, top)
 
     def _prepare(self, logits: Floats, penalties: Sequence[Penalty]) -> Floats:
-        """Return the logits with bias and penalties (64, V/64), padded with -inf; a view if nothing changes."""
+        """Return the logits with bias and penalties (64, V/64), -inf for no token; a view if nothing changes."""
         if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
             raise ValueError(f"expected one row of float32 logits, got {logits.dtype} of shape {logits.shape}")
         size = logits.size
@@ -142,15 +146,20 @@ class Sampler:
             if self._bias_ids.size and int(self._bias_ids.max()) >= size:
                 raise ValueError(f"logit_bias names token {int(self._bias_ids.max())}; the vocabulary has {size}")
             self._vocabulary = size
+            if self._tokens is not None:
+                padding = np.ones(size, np.bool_)
+                padding[self._tokens[self._tokens < size]] = False
+                self._padding = np.flatnonzero(padding)
             columns = -(-size // ROWS)
             self._own = np.full(ROWS * columns, -np.inf, np.float32)
             self._weights, self._rest = np.empty((2, ROWS, columns), np.float32)
             self._before = np.empty(ROWS * columns, np.bool_)
-        if self._bias_ids.size or penalties or size % ROWS or not logits.flags.c_contiguous:
+        if self._bias_ids.size or self._padding.size or penalties or size % ROWS or not logits.flags.c_contiguous:
             self._own[:size] = logits
             self._own[self._bias_ids] += self._bias
             for penalty in penalties:
                 penalty.penalize(self._own)
+            self._own[self._padding] = -np.inf
             return self._own.reshape(ROWS, -1)
         return logits.reshape(ROWS, -1)
 

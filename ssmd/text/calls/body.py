@@ -117,7 +117,10 @@ class CallSequence(Body):
         return at
 
     def _push_inner(self, inner: Body, text: str, at: int, out: list[Part]) -> int:
+        told = len(out)
         at = inner.push(text, at, out)
+        if len(out) > told:  # a call was reported, even if it is over and the next one has begun
+            self._unsaid.clear()
         if inner.state != "open" or inner.calling != self.calling:
             self._note(inner)
         return at

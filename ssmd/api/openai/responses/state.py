@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -330,7 +330,10 @@ def _items(stored: Snapshot, turn_id: str) -> list[Item]:
         number = place_of(turn_id, one)
         return [] if number is None else ConversationItems(stored, one).of_part(number - 1)
     turn, facts = _found(stored, turn_id)
-    return [*given_in(turn, facts), *output_of(turn, facts)]
+    gone: Collection[str] = ()
+    if "conversation" in facts:
+        gone = ConversationItems(stored, stored.conversation(turn.session)).gone(turn_id)
+    return [item for item in (*given_in(turn, facts), *output_of(turn, facts)) if item["id"] not in gone]
 
 
 def stored_events(store: Store, id_: str, after: int) -> Iterator[bytes]:
@@ -390,9 +393,6 @@ def _response(id_: str, turn: Turn, facts: Mapping[str, Any], instructions: str 
     usage = Usage(**facts["usage"])
     background = bool(facts["echo"].get("background"))
     status, why = ending(facts["finish_reason"], usage, background=background, complete=turn.complete)
-    output = list(output_of(turn, facts))
-    if status != "completed" and output:
-        output[-1] = {**output[-1], "status": "incomplete"}
     head = ResponseInfo(id_, facts["created"], turn.session)
     return {
         **facts["echo"],
@@ -405,7 +405,7 @@ def _response(id_: str, turn: Turn, facts: Mapping[str, Any], instructions: str 
         "incomplete_details": None if why is None else {"reason": why},
         "instructions": instructions,
         "model": facts["model"],
-        "output": output,
+        "output": [*output_of(turn, facts)],
         "store": True,
         "tools": [],
         "usage": usage_of(usage, head),

@@ -16,10 +16,10 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from ssmd.api.http.body import StrictModel, brief, object_with
-from ssmd.api.openai.responses.answer import ResponseForm
+from ssmd.api.openai.responses.answer import ResponseForm, ending
 from ssmd.api.openai.responses.tools import ToolOrigin
 from ssmd.engine.persist.replay import parts_of
-from ssmd.engine.request import Delta
+from ssmd.engine.request import Delta, Usage
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.rows.conversations import Conversation, Entry, place_of
 from ssmd.sessions.rows.excerpts import BLOCK
@@ -187,7 +187,7 @@ class ItemList(ABC):
         if answer is None:
             answer = self._stored.answer(part.turn, part.facts["blocks"])
         facts = part.facts if part.begun == part.facts.get("begun", 0) else {}
-        yield from said_as(parts_of(answer, facts), form_of(part.facts), _digits(part.turn))
+        yield from said_as(parts_of(answer, facts), form_of(part.facts), _digits(part.turn), _status(part.facts))
 
     def _said(self, names: Sequence[str]) -> tuple[Mapping[str, Sequence[Message]], Mapping[str, Facts]]:
         """Read the messages of turns, but of long ones, and their facts."""
@@ -251,6 +251,12 @@ class ConversationItems(ItemList):
         entries = self._stored.entries(self._of, [number]) if 0 < number <= self.size else []
         return number - 1 if [entry.turn for entry in entries] == [turn] else None
 
+    def gone(self, turn: str) -> frozenset[str]:
+        """Return the ids of the deleted items of a turn."""
+        number = self.find(turn)
+        entries = [] if number is None else self._stored.entries(self._of, [number + 1])
+        return frozenset(id_ for entry in entries for id_ in entry.gone)
+
     def read(self, numbers: Sequence[int]) -> list[Part | None]:
         entries = {entry.number: entry for entry in self._stored.entries(self._of, [n + 1 for n in numbers])}
         every, facts = self._said([entry.turn for entry in entries.values()])
@@ -293,7 +299,8 @@ def form_of(facts: Facts) -> ResponseForm:
 
 def output_of(turn: Turn, facts: Facts) -> Iterator[Item]:
     """Yield the items of a turn's answer, without a beginning that the client wrote."""
-    yield from said_as(parts_of(turn.answer, facts), form_of(facts), _digits(turn.id))
+    status = _status(facts) if turn.complete else "incomplete"
+    yield from said_as(parts_of(turn.answer, facts), form_of(facts), _digits(turn.id), status)
 
 
 def given_in(turn: Turn, facts: Facts) -> Iterator[Item]:
@@ -303,17 +310,29 @@ def given_in(turn: Turn, facts: Facts) -> Iterator[Item]:
         yield from said(message, form, f"{_digits(turn.id)}_i{i}", custom)
 
 
-def said_as(parts: Iterable[Delta], form: ResponseForm, digits: str) -> Iterator[Item]:
-    """Yield the items of an answer, as its stream had them. parts: as of `parts_of`. digits: of their ids."""
-    count, last = 0, None
-    for count, last in enumerate(parts, 1):
-        id_ = f"{digits}_{count - 1}"
-        if last.call is not None:
-            yield form.call(id_, last.call.id, last.call.name, last.call.arguments)
+def said_as(parts: Iterable[Delta], form: ResponseForm, digits: str, status: str = "completed") -> Iterator[Item]:
+    """Yield the items of an answer, as its stream had them.
+
+    parts: as of `parts_of`. digits: of their ids. status: of the last item.
+    """
+    made = list(parts)
+    if not made or made[-1].reasoning:
+        made.append(Delta(0, ""))
+    for count, part in enumerate(made):
+        id_ = f"{digits}_{count}"
+        if part.call is not None:
+            item = form.call(id_, part.call.id, part.call.name, part.call.arguments)
         else:
-            yield (form.reasoning if last.reasoning else form.message)(id_, last.text)
-    if last is None or last.reasoning:
-        yield form.message(f"{digits}_{count}", "")
+            item = (form.reasoning if part.reasoning else form.message)(id_, part.text)
+        yield item if count < len(made) - 1 else {**item, "status": status}
+
+
+def _status(facts: Facts) -> str:
+    """Return the status of the last item of an answer, by the facts of its turn."""
+    if "usage" not in facts:
+        return "completed"  # of another protocol
+    status, _ = ending(facts["finish_reason"], Usage(**facts["usage"]))
+    return status
 
 
 def custom_calls(messages: Sequence[Message], facts: Facts) -> frozenset[str]:
