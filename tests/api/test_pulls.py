@@ -204,13 +204,15 @@ def test_the_catalog(three: Several) -> None:
     assert known["object"] == "list"
     assert [one["name"] for one in known["data"]] == catalog.names()
     for one in known["data"]:
-        assert one.keys() == {"name", "family", "origin", "about", "base", "runtimes"}
+        assert one.keys() == {"name", "family", "origin", "about", "base", "download_bytes", "runtimes"}
+        assert 50e6 < one["download_bytes"] < 4e9
         assert one["about"]
         assert one["base"] == (one["family"] in ("mamba", "mamba2"))
         assert one["origin"] == catalog.origin_of(one["name"])
         for made in one["runtimes"]:
-            assert made.keys() == {"runtime", "installed", "usable", "problem", "bytes"}
-            assert (made["bytes"] is None) == (made["runtime"] == "wgpu")
+            assert made.keys() == {"runtime", "installed", "usable", "problem", "bytes", "memory_bytes"}
+            assert (made["bytes"] is None) == (made["memory_bytes"] is None) == (made["runtime"] == "wgpu")
+            assert made["bytes"] is None or made["memory_bytes"] > made["bytes"]
             assert made["usable"] == (made["problem"] is None)
             assert made["installed"] is False
     first = next(one for one in known["data"] if one["name"] == "smollm2")
