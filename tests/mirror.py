@@ -20,6 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
+from safetensors.numpy import load, save
+
+from ssmd.refit import catalog
+from ssmd.refit.graphfile import StrippedGraph
+
 CHUNK = 16 << 10
 
 
@@ -111,6 +116,35 @@ def running(name: str, folder: Path | Mapping[str, bytes]) -> Iterator[Mirror]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def surroundings(home: Path, hub: Mirror | None, **extra: str) -> dict[str, str]:
+    """The environment of a command that asks this hub."""
+    from test_server import environment  # which imports this file
+
+    kept = {k: v for k, v in environment(home).items() if not k.startswith(("HF_", "HUGGING", "TRANSFORMERS_OFFLINE"))}
+    proxies = ("http_proxy", "https_proxy", "all_proxy")
+    kept = {k: v for k, v in kept.items() if k.lower() not in proxies}
+    kept |= {"HF_HOME": str(home / "hf"), "HF_HUB_DOWNLOAD_TIMEOUT": "20"}
+    return {**kept, **({} if hub is None else {"HF_ENDPOINT": hub.url}), **extra}
+
+
+def sharded(source: Path) -> dict[str, bytes]:
+    """The files of a source checkpoint with its weights in two shards."""
+    files = {p.name: p.read_bytes() for p in sorted(source.iterdir()) if p.is_file()}
+    tensors = sorted(load(files.pop("model.safetensors")).items())
+    places: dict[str, str] = {}
+    for i, part in enumerate((tensors[::2], tensors[1::2]), 1):
+        shard = f"model-{i:05}-of-00002.safetensors"
+        files[shard] = save(dict(part))
+        places |= {name: shard for name, _ in part}
+    files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": places}).encode()
+    return files
+
+
+def fitting(name: str) -> bytes:
+    """Return a config.json that the graph of a model of the catalogue fits."""
+    return json.dumps(StrippedGraph.open(catalog.files(name=name)[0]).header.config).encode()
 
 
 def free_port() -> int:

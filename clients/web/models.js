@@ -44,10 +44,15 @@ function Model({row}) {
   </li>`;
 }
 
-/** What a model takes on disk for the runtime that is taken if none is chosen. */
-function sizeOf({runtimes}) {
+/** What a model takes on disk, and its pull of memory, for a runtime. */
+function takes({bytes: disk, memory_bytes: memory}) {
+  return disk ? [`${bytes(disk)} on disk`, `${bytes(memory)} of memory`] : [];
+}
+
+/** What a model takes for the runtime that is taken if none is chosen. */
+function sizeOf({download_bytes: download, runtimes}) {
   const one = runtimes.find((row) => row.installed) ?? runtimes.find((row) => row.usable);
-  return one?.bytes ? `${bytes(one.bytes)} on disk` : "";
+  return one ? [!one.installed && `about ${bytes(download)} to fetch`, ...takes(one)] : [];
 }
 
 function Pulls({told, rows}) {
@@ -66,12 +71,12 @@ function Pulls({told, rows}) {
     ${offers && !offers.length && html`<p class="faint">This key may not pull models.</p>`}
     <ul class="cards">${(offers ?? []).map((entry) => html`<li class="card offer" key=${entry.name}>
       <span class="cover">${entry.name} ${entry.base && html`<${Pill} kind="warn">base: continues text, does not chat<//>`}</span>
-      <span class="about">${[entry.about, sizeOf(entry)].filter(Boolean).join(" · ")} ${entry.runtimes.map((one) => busy(entry.name, one.runtime)?.state)}</span>
+      <span class="about">${[entry.about, ...sizeOf(entry)].filter(Boolean).join(" · ")} ${entry.runtimes.map((one) => busy(entry.name, one.runtime)?.state)}</span>
       <span class="ends">${entry.runtimes.some((one) => one.installed)
         ? html`<${Pill}>installed<//>`
         : html`<${Act} icon="in" label="Pull" aria-label=${`Pull ${entry.name}`} shown disabled=${!entry.runtimes.some((one) => one.usable) || entry.runtimes.some((one) => busy(entry.name, one.runtime))} run=${pull(entry.name, entry.runtimes.find((one) => one.usable)?.runtime)} />`}</span>
       <details class="runtimes"><summary>Runtimes</summary><ul>${entry.runtimes.map((one) => html`<li>
-        <span>${one.runtime} <span class="faint">${[one.bytes && `${bytes(one.bytes)} on disk`, one.problem].filter(Boolean).join(" · ")}</span></span>
+        <span>${one.runtime} <span class="faint">${[...takes(one), one.problem].filter(Boolean).join(" · ")}</span></span>
         ${one.installed ? html`<${Pill}>installed<//>` : html`<${Act} icon="in" label="Pull" aria-label=${`Pull ${entry.name} for ${one.runtime}`} shown disabled=${!one.usable || Boolean(busy(entry.name, one.runtime))} run=${pull(entry.name, one.runtime)} />`}
       </li>`)}</ul></details>
     </li>`)}</ul>

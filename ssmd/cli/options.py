@@ -127,6 +127,9 @@ Remote = Annotated[
 ]
 NoStore = Annotated[bool, typer.Option("--no-store", help="Keep nothing: no sessions, no checkpoints.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Fetch nothing, whatever is missing.")]
+KeepSource = Annotated[
+    bool, typer.Option("--keep-source", help="Keep the fetched source, for another runtime or another build.")
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Pull the model without asking, if it is not installed.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Buckets = Annotated[

@@ -10,16 +10,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ssmd.cli import options
 from ssmd.cli.making import (
+    BuildFailed,
+    alone,
     check_target,
     check_texts,
     fetch,
@@ -27,8 +30,10 @@ from ssmd.cli.making import (
     hint,
     keep_defaults,
     name_of,
+    needs_of,
     noted,
     packer_of,
+    removed,
     smollm2_here,
     smollm2_source,
     source_of,
@@ -36,10 +41,12 @@ from ssmd.cli.making import (
 from ssmd.cli.output import USAGE, fail
 
 if TYPE_CHECKING:
+    from ssmd.build.builder import Packer
     from ssmd.config import Settings
+    from ssmd.hub.pull import PulledSource, Purpose
     from ssmd.machine.progress import Progress
-    from ssmd.model.artifact import Artifact
     from ssmd.model.source import Source
+    from ssmd.refit.graphfile import StrippedGraph
 
 EACH_S = 0.2  # s between two reported lines of one stage
 _ON_A_HUB = re.compile(r"([^:/]+/[^:/]+):(.+)")  # owner/name:FILE
@@ -81,6 +88,8 @@ def pull(
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
+    keep_source: options.KeepSource = False,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Make the artifact even if memory seems too small.")] = False,
     offline: options.Offline = False,
     as_json: options.Json = False,
     report: Annotated[bool, typer.Option("--report", hidden=True)] = False,  # for the daemon that started it
@@ -89,41 +98,39 @@ def pull(
 
     Where ssmd has the model's stripped graph, its weights are put into that in seconds; the others take `ssmd build`.
     Only safetensors, json, tokenizer and chat template are fetched, or the one GGUF file that --from names; pickled
-    weights are refused. HF_ENDPOINT names another hub, HF_TOKEN is sent to that hub alone; with HF_HUB_OFFLINE=1
-    nothing is fetched.
+    weights are refused. They are removed when the artifact is there. HF_ENDPOINT names another hub, HF_TOKEN is sent to
+    that hub alone; with HF_HUB_OFFLINE=1 nothing is fetched.
     """
+    from ssmd.config import Settings
+
+    settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
     with reporting() if report else contextlib.nullcontext():
-        _pull(name, revision, folder, to, runtime, context, data_dir, models_dir, force, offline, as_json, report)
+        making = _Making(settings, name, runtime or "auto", context, force, keep_source, anyway)
+        _pull(making, name, revision, folder, to, runtime, as_json, report)
 
 
 def _pull(
+    making: _Making,
     name: str,
     revision: str,
     folder: Path | None,
     to: Path | None,
     runtime: str | None,
-    context: int | None,
-    data_dir: Path | None,
-    models_dir: Path | None,
-    force: bool,
-    offline: bool,
     as_json: bool,
     report: bool,
 ) -> None:
-    from ssmd.config import Settings
     from ssmd.model import smollm2
     from ssmd.refit import catalog
     from ssmd.runtime.info import target_of
 
-    settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
     if folder is None and (on_hub := _ON_A_HUB.fullmatch(name)):
         if to is not None:
             fail("--to fetches a whole checkpoint, not one file of it: leave out --to, or the file's name", USAGE)
         folder, name = Path(name), Path(on_hub[2]).stem
-    if to is not None and (folder is not None or runtime is not None or context is not None):
+    if to is not None and (folder is not None or runtime is not None or making.context is not None):
         fail("--to only fetches: leave out --from, --runtime and --context", USAGE)
     if to is None:
-        settings.prepare_models()  # before anything is fetched
+        making.settings.prepare_models()  # before anything is fetched
     said: dict[str, object] = {"name": name}
     say = _silent if as_json or report else typer.echo
     # before anything is fetched in vain
@@ -131,48 +138,51 @@ def _pull(
     if name == smollm2.NAME and folder is None and to is None and not ready and runtime:
         why = catalog.why_runtime_unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
         fail(f"{why}; with PyTorch it can be built: ssmd build {name} --runtime {runtime}")
-    with _source(name, revision, folder, to, runtime, settings, said, say) as path:
+    making.name = name.rpartition("/")[2]
+    if runtime is not None or folder is not None or report:  # an artifact is wanted
+        making.build = name if folder is None else str(folder)
+    with _source(making, name, revision, folder, to, said, say) as path:
         known = said.get("path", path)
         artifact = None
-        if to is None:
+        if to is None and path is None:
+            artifact = making.made_before(say)
+        elif to is None:
+            assert path is not None
             with source_of(path) as source:
-                if name != smollm2.NAME or folder is not None:
+                making.look(source.config)
+                if making.recipe is not None and (name != smollm2.NAME or folder is not None):
                     check_texts(source)
-                artifact, why_not = _install(
-                    source,
-                    name.rpartition("/")[2],
-                    runtime or "auto",
-                    settings,
-                    say,
-                    context=context,
-                    force=force,
-                    whose=str(said["name"]),
-                )
-            if artifact is None and (runtime is not None or folder is not None or report):  # an artifact was wanted
-                way = _way(path) if runtime is None else f" --runtime {runtime}"
-                advice = f"ssmd build {name if folder is None else path}{way}"
-                fail(f"{why_not}; with PyTorch it can be built: {advice}")
+                artifact = making.install(source, say, whose=str(said["name"]))
             if artifact is None and not as_json:
-                typer.echo(why_not)
+                typer.echo(making.why_not)
     if as_json or report:
+        if "path" in said and not Path(str(said["path"])).exists():
+            said["path"] = None
         typer.echo(json.dumps({**said, "artifact": None if artifact is None else str(artifact)}, indent=1))
     elif artifact is None:
+        assert path is not None
         typer.echo(f"{known}; try: ssmd build {name if to is None and folder is None else known}{_way(path)}")
 
 
 def _way(source: Path) -> str:
     """Return what `ssmd build` needs beside a checkpoint's name: the runtime, where its usual one does not serve it."""
-    from ssmd.families.fields import FamilyError
     from ssmd.model.source import SourceError, read_json
+
+    try:
+        return _way_of(read_json(source / "config.json"))
+    except SourceError:  # a GGUF file, which has none
+        return ""
+
+
+def _way_of(config: Mapping[str, Any]) -> str:
+    from ssmd.families.fields import FamilyError
     from ssmd.refit.install import with_experts
     from ssmd.runtime.info import targets
 
     try:
-        check_target(read_json(source / "config.json"), targets()[0])
+        check_target(config, targets()[0])
     except FamilyError:
         return f" --runtime {with_experts()[0]}"
-    except SourceError:  # a GGUF file, which has none
-        return ""
     return ""
 
 
@@ -180,67 +190,173 @@ def _silent(line: str) -> None:
     pass
 
 
-def _install(
-    source: Source,
-    name: str,
-    runtime: str,
-    settings: Settings,
-    say: Progress,
-    *,
-    context: int | None = None,
-    force: bool = False,
-    whose: str = "",
-) -> tuple[Path | None, str]:
-    """Make the artifact of a source checkpoint; return (its folder, ""), or (None, reason) if ssmd has no graph of it.
+@dataclass(frozen=True)
+class _Recipe:
+    """An artifact that can be made: from a graph, or by a packer. Its folder, and bytes of memory and disk.
 
-    An installed one is kept, unless `force`. context: the tokens that a conversation can have; by default the model's
-    own. whose: the source's name, if not `name`.
+    most: tokens of a conversation, None if unbounded. exact: True if the bytes of the disk are no estimate.
     """
-    from ssmd.hub.download import check_room
-    from ssmd.machine.size import show_size
-    from ssmd.refit import catalog
-    from ssmd.refit.gguf import loss
-    from ssmd.refit.gguf.source import GGUFSource
-    from ssmd.refit.refit import bounded
-    from ssmd.runtime.info import info_of
 
-    check_target(source.config, runtime)
-    packer, sizes, cost = packer_of(runtime), dict[str, int](), ""  # sizes: bytes of files to be written
-    make: Callable[[], Artifact]
-    if packer is not None:
-        out = _folder(settings, name, packer.runtime, packer.device_class, packer.quantizations[0])
-        most, tiers = context, None if context is None else [context]
-        make = partial(packer.build, source, out, name=name, tiers=tiers, replace=True, progress=say)
-    else:
-        graph, why_not = catalog.choose_graph(source.config, catalog.on_processor() if runtime == "auto" else [runtime])
-        if graph is None:
-            return None, why_not
-        h = graph.header
-        out = _folder(settings, name, h.runtime, h.device_class, h.quantization)
-        most = bounded(h, source.config, context)[-1]  # before anything is replaced
-        sizes = {f.name: f.size for f in h.files}
-        cost = info_of(h.runtime).first_load(h.device_class, sizes)
-        make = partial(catalog.install, graph, source, out, name=name, context=context, progress=say)
-    if out.exists() and not force:
-        has = _context_of(out)
-        other = most is not None and has is not None and has != most
+    out: Path
+    runtime: str
+    graph: StrippedGraph | None
+    packer: Packer | None
+    most: int | None
+    memory: int
+    disk: int
+    exact: bool
+
+
+@dataclass
+class _Making:
+    """The artifact that a command wants, and its recipe once a source's config is known.
+
+    context: the tokens that a conversation can have; None: the model's own. build: the argument of `ssmd build` if an
+    artifact is to be made or the command fails, else "".
+    """
+
+    settings: Settings
+    name: str
+    runtime: str = "auto"
+    context: int | None = None
+    force: bool = False
+    keep_source: bool = False
+    anyway: bool = False
+    build: str = ""
+    recipe: _Recipe | None = None
+    why_not: str = ""
+
+    def look(self, config: Mapping[str, Any]) -> Purpose:
+        """Return the purpose of a source with that config: what is made of it here. Fetches and writes nothing.
+
+        Raises FamilyError, RefitError, BuildError, or BuildFailed if memory is too small.
+        """
+        from ssmd.hub.pull import KEPT, Purpose
+
+        check_target(config, self.runtime)
+        if self.recipe is None:
+            self.recipe, self.why_not = _recipe(config, self)
+        if self.recipe is None:
+            if self.build:
+                way = _way_of(config) if self.runtime == "auto" else f" --runtime {self.runtime}"
+                raise BuildFailed(f"{self.why_not}; with PyTorch it can be built: ssmd build {self.build}{way}")
+            return KEPT
+        if self.recipe.out.exists() and not self.force:
+            return Purpose(needed=False)
+        if not self.anyway:
+            _check_memory(self.recipe.memory)
+        return Purpose(self.settings.models_dir, self.recipe.disk, temporary=not self.keep_source)
+
+    def made_before(self, say: Progress) -> Path | None:
+        """Return the artifact's folder and say that it is there. None if it is not, or is to be replaced.
+
+        Without a recipe, that of the first usable runtime.
+        """
+        if self.force:
+            return None
+        out = next(self._places(), None) if self.recipe is None else self.recipe.out
+        if out is None or not out.exists():
+            return None
+        most, has = None if self.recipe is None else self.recipe.most, _context_of(out)
         again = f", for conversations of {has} tokens; --force makes it again, for {most}"
+        other = most is not None and has is not None and has != most
         say(f"{out} is here already{again if other else '; --force makes it again'}")
-        return out, ""
-    check_room(sum(sizes.values()), settings.models_dir, "SSMD_MODELS_DIR", "written")
-    if cost:
-        say(cost)
-    manifest = make().manifest
-    if isinstance(source, GGUFSource):
-        say(loss.sentence(source, None if packer is not None else h, manifest.quantization))
-    keep_defaults(source.path, whose or name, out, say)
-    noted(out, settings)
-    say(f"{out}: {show_size(sum(f.size for f in manifest.files.values()))}; {hint(manifest, name)}")
-    return out, ""
+        return out
+
+    def _places(self) -> Iterator[Path]:
+        """Yield the folders in which an artifact of the first usable runtime may be, of any graph."""
+        from ssmd.refit import catalog
+
+        mine = self.settings.models_dir / name_of(self.name)
+        packer = packer_of(self.runtime)
+        if packer is not None:
+            yield _folder(mine, packer.runtime, packer.device_class, packer.quantizations[0])
+            return
+        for runtime in catalog.on_processor() if self.runtime == "auto" else [self.runtime]:
+            if self.runtime != "auto" or not catalog.why_runtime_unusable(runtime):
+                forms = {file.stem.partition("@")[2] for file in catalog.files(runtime)}
+                yield from (mine / form for form in sorted(forms) if (mine / form).exists())
+                return
+
+    def install(self, source: Source, say: Progress, *, whose: str = "") -> Path | None:
+        """Make the artifact of a source. Returns its folder; None if there is no recipe, for the reason `why_not`.
+
+        An installed one is kept, unless `force`. whose: the source's name, if not `name`.
+        """
+        from ssmd.hub.download import check_room
+        from ssmd.machine.size import show_size
+        from ssmd.refit import catalog
+        from ssmd.refit.gguf import loss
+        from ssmd.refit.gguf.source import GGUFSource
+        from ssmd.runtime.info import info_of
+
+        recipe = self.recipe
+        if recipe is None:
+            return None
+        out, graph, packer = recipe.out, recipe.graph, recipe.packer
+        defaults = partial(keep_defaults, source.path, whose or self.name, say=say)
+        with alone(out):
+            if self.made_before(say) is not None:
+                return out
+            if recipe.exact:
+                check_room(recipe.disk, self.settings.models_dir, "SSMD_MODELS_DIR", "written")
+            if graph is not None:
+                h = graph.header
+                if cost := info_of(h.runtime).first_load(h.device_class, {f.name: f.size for f in h.files}):
+                    say(cost)
+                options: dict[str, Any] = {"context": self.context, "progress": say, "finish": defaults}
+                made = catalog.install(graph, source, out, name=self.name, **options)
+            else:
+                assert packer is not None
+                tiers = None if self.context is None else [self.context]
+                made = packer.build(source, out, name=self.name, tiers=tiers, replace=True, progress=say)
+                defaults(out)
+            manifest = made.manifest
+            if isinstance(source, GGUFSource):
+                say(loss.sentence(source, None if graph is None else graph.header, manifest.quantization))
+            noted(out, self.settings)
+            nbytes = sum(f.size for f in manifest.files.values())
+            say(f"{out}: {show_size(nbytes)}; {hint(manifest, self.name)}")
+        return out
 
 
-def _folder(settings: Settings, name: str, runtime: str, device_class: str, quantization: str) -> Path:
-    return settings.models_dir / name_of(name) / f"{runtime}-{device_class}-{quantization}"
+def _recipe(config: Mapping[str, Any], making: _Making) -> tuple[_Recipe | None, str]:
+    """Return (the recipe, ""), or (None, the reason) if ssmd has no graph of such a config."""
+    from ssmd.refit import catalog
+    from ssmd.refit.refit import bounded
+
+    runtime, mine = making.runtime, making.settings.models_dir / name_of(making.name)
+    packer = packer_of(runtime)
+    if packer is not None:
+        out = _folder(mine, packer.runtime, packer.device_class, packer.quantizations[0])
+        tiers = None if making.context is None else [making.context]
+        needs = needs_of(packer, config, tiers=tiers)
+        return _Recipe(out, runtime, None, packer, making.context, needs.memory, needs.disk, exact=False), ""
+    graph, why_not = catalog.choose_graph(config, catalog.on_processor() if runtime == "auto" else [runtime])
+    if graph is None:
+        return None, why_not
+    h = graph.header
+    out = _folder(mine, h.runtime, h.device_class, h.quantization)
+    most = bounded(h, config, making.context)[-1]  # before anything is replaced
+    disk = sum(f.size for f in h.files)
+    return _Recipe(out, h.runtime, graph, None, most, catalog.memory_of(disk), disk, exact=True), ""
+
+
+def _check_memory(needed: int) -> None:
+    """Check that the machine has the memory free that a pull takes. Raises BuildFailed."""
+    from ssmd.machine.memory import available
+    from ssmd.machine.size import show_size
+
+    free = available()
+    if free is not None and free < needed:
+        raise BuildFailed(
+            f"this pull takes about {show_size(needed)} of memory, and {show_size(free)} are free: close other "
+            "programs, choose a smaller model of `ssmd list --available`, or add --anyway to try it all the same"
+        )
+
+
+def _folder(mine: Path, runtime: str, device_class: str, quantization: str) -> Path:
+    return mine / f"{runtime}-{device_class}-{quantization}"
 
 
 def _context_of(artifact: Path) -> int | None:
@@ -255,40 +371,72 @@ def _context_of(artifact: Path) -> int | None:
 
 @contextmanager
 def _source(
+    making: _Making,
     name: str,
     revision: str,
     folder: Path | None,
     to: Path | None,
-    runtime: str | None,
-    settings: Settings,
     said: dict[str, object],
     say: Progress,
-) -> Iterator[Path]:
-    """Yield the folder of the source checkpoint. `said` gets the facts of its origin."""
+) -> Iterator[Path | None]:
+    """Yield the folder of the source checkpoint; None if it is not needed, as the artifact is there.
+
+    `said` gets the facts of its origin. A source that was fetched to make an artifact is removed afterwards.
+    """
+    from ssmd.hub import hub
     from ssmd.hub.hub import is_name
+    from ssmd.hub.pull import KEPT, Purpose, find
     from ssmd.model import smollm2
     from ssmd.refit import catalog
 
+    settings = making.settings
     if folder is not None:
         on_hub = None if folder.exists() else _ON_A_HUB.fullmatch(folder.as_posix())
         if on_hub is None:
             said["path"] = str(folder)
             yield folder
             return
-        done = fetch_file(on_hub[1], on_hub[2], revision, settings, say=say)
-        said |= {"revision": done.revision, "commit": done.commit, "path": str(done.path)}
-        said |= {"fetched": done.fetched, "files": done.files}
-        yield done.path
-        return
-    if name == smollm2.NAME and to is None and revision == "main":
+        needed = making.made_before(_silent) is None
+        purpose = Purpose(temporary=needed and not making.keep_source, needed=needed)
+        done = fetch_file(on_hub[1], on_hub[2], revision, settings, purpose=purpose, say=say)
+        made_of = str(said["name"])
+        making.build = str(done.path)
+    elif name == smollm2.NAME and to is None and revision == "main":
         with smollm2_source(settings, say) as path:
             yield path
         return
-    on_hub_as = name if is_name(name) else catalog.origin_of(name)
-    done = fetch(on_hub_as, revision, settings, to, say=say, runtime=runtime)
-    said |= {"name": done.name, "revision": done.revision, "commit": done.commit, "path": str(done.path)}
+    else:
+        on_hub_as = name if is_name(name) else catalog.origin_of(name)
+        no_net = settings.offline or hub.offline()
+        if (
+            no_net
+            and to is None
+            and find(on_hub_as, revision, settings.data_dir) is None
+            and making.made_before(_silent)
+        ):
+            yield None
+            return
+        done = fetch(
+            on_hub_as, revision, settings, to, say=say, look=making.look if to is None else lambda config: KEPT
+        )
+        made_of = done.name
+    there = done.path.exists()
+    said |= {"name": made_of, "revision": done.revision, "commit": done.commit, "path": str(done.path)}
     said |= {"fetched": done.fetched, "files": done.files}
-    yield done.path
+    with _used_up(done, making, say) if to is None and there else contextlib.nullcontext():
+        yield done.path if there else None
+
+
+@contextmanager
+def _used_up(source: PulledSource, making: _Making, say: Progress) -> Iterator[None]:
+    """Hold a source while an artifact is made of it. It is removed then if it was fetched for that alone."""
+    from ssmd.hub.pull import used_up
+
+    for_build = making.recipe is None and source.path.is_dir()  # a GGUF file's recipe is not known before it is open
+    with used_up(source, keep=making.keep_source or for_build):
+        yield
+    if not source.path.exists():
+        say(removed(source))
 
 
 def pulled(model: str | None, settings: Settings, *, yes: bool = False, ask: bool = True) -> bool:
@@ -318,16 +466,18 @@ def pulled(model: str | None, settings: Settings, *, yes: bool = False, ask: boo
     if not yes and not typer.confirm(f"{name} is not installed; pull it ({size})?", default=True, err=True):
         return False
     settings.prepare_models()
-    with source_of(fetch(origin, "main", settings, say=_aside).path) as source:
-        check_texts(source)
-        _install_or_fail(source, name, runtime, settings)
+    making = _Making(settings, name, runtime)
+    source = fetch(origin, "main", settings, say=_aside, look=making.look)
+    with _used_up(source, making, _aside), source_of(source.path) as opened:
+        check_texts(opened)
+        _install_or_fail(opened, making)
     return True
 
 
-def _install_or_fail(source: Source, name: str, runtime: str, settings: Settings) -> None:
-    made, why_not = _install(source, name, runtime, settings, _aside)
-    if made is None:
-        fail(why_not)
+def _install_or_fail(source: Source, making: _Making) -> None:
+    making.look(source.config)
+    if making.install(source, _aside) is None:
+        fail(making.why_not)
 
 
 def _aside(line: str) -> None:
@@ -366,7 +516,7 @@ def first_model(model: str | None, settings: Settings, *, yes: bool = False, ask
 
     settings.prepare_models()
     with smollm2_source(settings, _aside) as path, source_of(path) as source:
-        _install_or_fail(source, smollm2.NAME, settings.runtime, settings)
+        _install_or_fail(source, _Making(settings, smollm2.NAME, settings.runtime))
     return smollm2.NAME
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -81,12 +83,21 @@ def _quality(quality: dict[str, dict[str, float]]) -> dict[str, str]:
     }
 
 
-def list_models(models_dir: options.ModelsDir = None, as_json: options.Json = False) -> None:
+def list_models(
+    models_dir: options.ModelsDir = None,
+    available: Annotated[
+        bool, typer.Option("--available", help="List the models that `ssmd pull` knows, and what they take.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
     """List the models installed here, broken ones with the reason."""
     from ssmd.config import Settings
     from ssmd.installed import installed
 
     folder = Settings(models_dir=models_dir).models_dir
+    if available:
+        _list_available(folder, as_json=as_json)
+        return
     found = installed(folder)
     if as_json:
         described = [
@@ -124,3 +135,37 @@ def list_models(models_dir: options.ModelsDir = None, as_json: options.Json = Fa
         rows.append((one.name, *what, f"{one.nbytes / 1e6:.1f} MB", problem))
     for line in output.lines(rows):
         typer.echo(line)
+
+
+def _list_available(folder: Path, *, as_json: bool) -> None:
+    """List the models of the catalogue: what a pull fetches, about, and takes of disk and memory for each runtime."""
+    from ssmd.installed import places
+    from ssmd.machine.memory import available
+    from ssmd.machine.size import show_size
+    from ssmd.refit import catalog
+    from ssmd.runtime.info import targets
+
+    there = {(name, path.name) for name, path in places(folder)} if folder.is_dir() else set()
+    rows: list[tuple[str, str, dict[str, int], bool]] = []
+    for name in catalog.names():
+        for runtime in targets():
+            disk = catalog.disk_of(name, runtime)
+            if disk is not None:
+                sizes = {"download_bytes": catalog.download_of(name), "bytes": disk}
+                sizes["memory_bytes"] = catalog.memory_of(disk)
+                forms = {file.stem.partition("@")[2] for file in catalog.files(runtime, name)}
+                rows.append((name, runtime, sizes, any((name, form) in there for form in forms)))
+    if as_json:
+        found = [{"name": n, "runtime": runtime, **sizes, "installed": here} for n, runtime, sizes, here in rows]
+        typer.echo(json.dumps(found, indent=1))
+        return
+    table = [("name", "runtime", "download", "disk", "memory", "")]
+    for name, runtime, sizes, here in rows:
+        download, disk_bytes, memory = map(show_size, sizes.values())
+        table.append((name, runtime, download, disk_bytes, memory, "installed" if here else ""))
+    for line in output.lines(table):
+        typer.echo(line)
+    free = available()
+    memory_free = "" if free is None else f", {show_size(free)} of memory"
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    typer.echo(f"free here: {show_size(shutil.disk_usage(nearest).free)} of disk{memory_free}")

@@ -25,7 +25,7 @@ WAITS_S = (0.5, 1.0, 2.0, 4.0)  # waits before each further attempt; then the do
 ENOUGH_BYTES = 1 << 20  # least bytes of an attempt that is not counted as failed: a server may send very slowly
 READ_BACK_BYTES = 1 << 20
 LOCK = ".lock"  # lock file in a folder that is being filled
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NoDiskSpace(HubError):
@@ -95,12 +95,13 @@ def _complete(listing: FileSource, part: _Part, progress: Progress) -> None:
 def _receive(listing: FileSource, part: _Part, progress: Progress) -> None:
     """Request the missing bytes once."""
     file = part.file
-    with hub.request(listing.url(file.name), part.size) as response:
-        if response.status_code == 416 or (response.status_code == 200 and part.size):
+    with hub.request(listing.url(file.name), 0 if part.whole else part.size) as response:
+        if response.status_code == 416:
+            part.whole = True  # the bytes that are here stay until others come
+            raise HubUnreachable(f"{response.url.host} does not have the rest of {file.name}")
+        if response.status_code == 200 and part.size:
             part.restart()  # the server does not support ranges
-            if response.status_code == 416:
-                raise HubUnreachable(f"{response.url.host} does not have the rest of {file.name}")
-        elif response.status_code not in (200, 206):
+        if response.status_code not in (200, 206):
             raise listing.refusal(response, file.name)
         announced = _announced(response, part)
         if announced is not None and announced != file.size:
@@ -135,11 +136,15 @@ def _announced(response: httpx2.Response, part: _Part) -> int | None:
 
 
 class _Part:
-    """The bytes of a file that were received, and their hash so far."""
+    """The bytes of a file that were received, and their hash so far.
+
+    whole: the server did not have the rest alone, so the next request is for the whole file.
+    """
 
     def __init__(self, descriptor: int, file: HubFile) -> None:
         self._descriptor = descriptor
         self.file = file
+        self.whole = False
         self._begin()
 
     def _begin(self) -> None:
@@ -168,7 +173,7 @@ class _Part:
             while left:
                 left = left[os.write(self._descriptor, left) :]
         except OSError as err:
-            if err.errno in _NO_ROOM:
+            if err.errno in NO_ROOM:
                 raise NoDiskSpace(
                     f"no room on the disk for {self.file.name} ({err.strerror}): free "
                     f"{show_size(self.file.size - self.size)} and more; the same command goes on from here"
@@ -181,16 +186,17 @@ class _Part:
         return self._hash.hexdigest() == (self.file.sha256 or self.file.blob)
 
 
-def check_room(missing: int, folder: Path, other: str, what: str = "fetched") -> None:
+def check_room(missing: int, folder: Path, other: str, what: str = "fetched", *, beside: int = 0) -> None:
     """Check that `missing` bytes fit on the disk of a folder. Raises NoDiskSpace.
 
-    other: names another disk. what: the verb for the message, such as "downloaded".
+    other: names another disk. what: the verb for the message, such as "downloaded". beside: further bytes, which the
+    verb names.
     """
     free = shutil.disk_usage(folder).free
-    if missing > free:
+    if missing + beside > free:
         raise NoDiskSpace(
-            f"no room: {show_size(missing - free)} more needed; {show_size(missing)} are to be {what} and the disk of "
-            f"{folder.parent} has {show_size(free)} free: make room, or choose another disk with {other}"
+            f"no room: {show_size(missing + beside - free)} more needed; {show_size(missing)} are to be {what} and the "
+            f"disk of {folder.parent} has {show_size(free)} free: make room, or choose another disk with {other}"
         )
 
 

@@ -3,6 +3,10 @@
 During a download its files are in the hidden folder beside it that ends in .partial. Files there are hashed again
 before they are used. Only files that `Source` reads are downloaded, so a name that a server invents never becomes a
 path.
+
+A source that was fetched to make one artifact is temporary: a hidden file beside it, its mark, says so. The command
+that makes the artifact holds the mark, and removes the source afterwards. After a kill the next command goes on with
+the source, and removes it then.
 """
 
 from __future__ import annotations
@@ -11,16 +15,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from ssmd.families.fields import FamilyError
 from ssmd.families.registry import family_of
 from ssmd.hub import hub
 from ssmd.hub.download import LOCK, Progress, check_room, download, held
 from ssmd.hub.hub import COMMIT, HubError, HubFile, HubUnreachable, Listing
+from ssmd.machine.size import show_size
 from ssmd.model.source import (
     INDEX,
     MAX_JSON_BYTES,
@@ -39,13 +47,34 @@ RECORD = "pulled.json"  # in the folder: its origin, its commit, the files' hash
 REVISIONS = "revisions.json"  # beside the folders: the commit of each branch or tag when it was pulled
 OFFLINE = "--offline, SSMD_OFFLINE or HF_HUB_OFFLINE"  # one of them is set; it is not known here which one
 GGUF_FOLDER, GGUF_NAME = "gguf", re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.gguf")
+REMOVED = ".removed"  # ends the hidden name of a source that is being removed
 MAX_SHOWN = 20  # names of files in a message
 MAX_SHARDS = 2000  # files of weights; the largest models have some 200
 
 
 @dataclass(frozen=True)
+class Purpose:
+    """The artifact that a source is fetched for. nbytes: what it takes of the disk of `folder`, beside the source.
+
+    temporary: the source is removed when the artifact is there. needed: False if the artifact is there already.
+    """
+
+    folder: Path | None = None
+    nbytes: int = 0
+    temporary: bool = False
+    needed: bool = True
+
+
+Look = Callable[[Mapping[str, Any]], Purpose]  # takes a config.json; raises FamilyError if it cannot be built
+KEPT = Purpose()  # of a source that stays
+
+
+@dataclass(frozen=True)
 class PulledSource:
-    """A source checkpoint from a hub. files: their sizes in bytes. fetched: this call downloaded it."""
+    """A source checkpoint from a hub. files: their sizes in bytes. fetched: this call downloaded it.
+
+    `path` is not there if the artifact that it would be fetched for is.
+    """
 
     name: str
     revision: str
@@ -76,16 +105,18 @@ def pull(
     to: Path | None = None,
     *,
     offline: bool = False,
-    check: Callable[[Mapping[str, Any]], None] = lambda config: None,
+    look: Look = lambda config: KEPT,
 ) -> PulledSource:
     """Download the present commit of `revision` of `name` into `to` or the data directory, unless it is there.
 
-    The hub's list is requested first, then config.json, which must be of a supported family. check: raises FamilyError
-    for a config.json whose weights are not to be fetched. Raises HubError, FamilyError or SourceError. Then the folder
-    is not there, and downloaded bytes are kept for the next call.
+    The hub's list is requested first, then config.json, which must be of a supported family. look: returns the purpose
+    of a source with that config.json; what it raises ends the call before any weights are fetched. Raises HubError,
+    FamilyError or SourceError. Then the folder is not there, and downloaded bytes are kept for the next call.
     """
     if offline or hub.offline():
-        return _offline(name, revision, data_dir, to)
+        pulled = _offline(name, revision, data_dir, to)
+        look(read_json(pulled.path / CONFIG))
+        return pulled
     try:
         listing = hub.listing(name, revision)
     except HubUnreachable as err:
@@ -93,8 +124,10 @@ def pull(
         raise err if here is None else HubUnreachable(f"{err}. Pulled before: {here.path}") from err
     home = _home(name, data_dir)
     folder = home / listing.commit if to is None else to
+    _sweep(home)
     if to is None and folder.is_dir():
         sizes = _whole(folder)
+        look(read_json(folder / CONFIG))
         _remember(home, revision, listing.commit)
         return PulledSource(name, revision, listing.commit, folder, sizes, fetched=False)
     if to is not None and (to.is_symlink() or to.exists()) and not (to.is_dir() and not any(to.iterdir())):
@@ -103,7 +136,12 @@ def pull(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}-{listing.commit[:12]}.partial"
     with held(partial, name):
-        files = _fetch(listing, partial, progress, check)
+        files, purpose = _fetch(listing, partial, progress, look)
+        if not purpose.needed:
+            shutil.rmtree(partial, ignore_errors=True)
+            return PulledSource(name, revision, listing.commit, folder, {}, fetched=False)
+        if to is None:
+            _mark(folder, purpose)
         _seal(listing, partial, folder, files)
     if to is None:
         _remember(home, revision, listing.commit)
@@ -111,7 +149,14 @@ def pull(
 
 
 def pull_file(
-    name: str, file: str, revision: str, data_dir: Path, progress: Progress, *, offline: bool = False
+    name: str,
+    file: str,
+    revision: str,
+    data_dir: Path,
+    progress: Progress,
+    *,
+    offline: bool = False,
+    purpose: Purpose = KEPT,
 ) -> PulledSource:
     """Download one GGUF file of the present commit of `revision` of `name`, unless it is there; `path` is the file.
 
@@ -124,6 +169,8 @@ def pull_file(
     if offline or hub.offline():
         commit = revision if COMMIT.fullmatch(revision) else _revisions(home).get(revision, "")
         place = home / commit / file
+        if not purpose.needed and not place.is_file():
+            return PulledSource(name, revision, commit, place, {}, fetched=False)
         if not commit or not place.is_file():
             raise HubError(f"{file} of {name} at {revision!r} is not here and {OFFLINE} forbids fetching it")
         return PulledSource(name, revision, commit, place, {file: place.stat().st_size}, fetched=False)
@@ -134,16 +181,73 @@ def pull_file(
         raise HubError(f"{name} has no file {file} at {revision}; its GGUF files: {shown or 'none'}")
     listed = listing.file(file)
     place = home / listing.commit / file
+    _sweep(place.parent)
     found = place.is_file() and place.stat().st_size == listed.size
+    if not found and not purpose.needed:
+        return PulledSource(name, revision, listing.commit, place, {}, fetched=False)
     if not found:
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = place.parent.with_name(f".{listing.commit}.partial")
         with held(partial, name):
-            _room([listed], partial)
+            _room([listed], partial, purpose)
             download(listing, listed, partial / file, progress)
+            _mark(place, purpose)
             (partial / file).replace(place)
     _remember(home, revision, listing.commit)
     return PulledSource(name, revision, listing.commit, place, {file: listed.size}, fetched=not found)
+
+
+@contextmanager
+def used_up(source: PulledSource, *, keep: bool = False) -> Iterator[None]:
+    """Hold a temporary source for this process, and remove it if the body ends without an error.
+
+    keep: it stays, and is not temporary any more. Other sources are left as they are. Raises HubError if another
+    process holds it.
+    """
+    mark = _mark_of(source.path)
+    if not mark.exists():
+        yield
+        return
+    lock = filelock.FileLock(mark, timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout as err:
+        raise HubError(f"another ssmd makes a model of {source.name} right now: wait for it") from err
+    try:
+        if not source.path.exists():  # by another process, a moment ago
+            raise HubError(f"another ssmd made a model of {source.name} and removed its source: run this again")
+        yield
+        if not keep:
+            removed = source.path.with_name(f".{source.path.name}{REMOVED}")
+            source.path.rename(removed)  # a name that no command takes for a source, if this process is killed now
+            _sweep(removed.parent)
+    finally:
+        lock.release()  # on Windows it may remove the file
+        if source.path.exists() and not keep:
+            mark.touch()
+        else:
+            mark.unlink(missing_ok=True)
+
+
+def _mark_of(source: Path) -> Path:
+    return source.with_name(f".{source.name}.temporary")
+
+
+def _mark(source: Path, purpose: Purpose) -> None:
+    """Mark a source that is about to be put in place as temporary, or as one that stays."""
+    if purpose.temporary:
+        _mark_of(source).touch()
+    else:
+        _mark_of(source).unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Finish the removal of sources by processes that were killed."""
+    for left in folder.glob(f".*{REMOVED}"):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def nbytes_of(name: str, revision: str) -> int:
@@ -188,9 +292,7 @@ def _may_be_pulled(listing: Listing) -> None:
         )
 
 
-def _fetch(
-    listing: Listing, partial: Path, progress: Progress, check: Callable[[Mapping[str, Any]], None]
-) -> list[HubFile]:
+def _fetch(listing: Listing, partial: Path, progress: Progress, look: Look) -> tuple[list[HubFile], Purpose]:
     """Download all files, first the small ones and those by which the model may be refused."""
     settings = [listing.file(name) for name in (CONFIG, TOKENIZER, *OPTIONAL) if name in listing.entries]
     weights = [listing.file(WEIGHTS if WEIGHTS in listing.entries else INDEX)]
@@ -202,17 +304,23 @@ def _fetch(
     try:
         config = read_json(partial / CONFIG)
         family_of(config).parse(config)
-        check(config)
+        purpose = look(config)
     except (SourceError, FamilyError) as err:
         shutil.rmtree(partial, ignore_errors=True)
         raise HubError(f"{listing.name} cannot be built: {str(err).replace(f'{partial}{os.sep}', '')}") from err
+    except BaseException:  # refused for now: an earlier call's weights stay for the next one
+        if not any(SHARD_NAME.fullmatch(name) for name in os.listdir(partial)):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if not purpose.needed:
+        return [], purpose
     if weights[0].name == INDEX:
         _get(listing, weights, partial, progress)
         weights += [listing.file(name) for name in _shards(listing, partial)]
-        _room([*settings, *weights], partial)
     files = [*settings, *weights]
+    _room(files, partial, purpose)
     _get(listing, files, partial, progress)
-    return files
+    return files, purpose
 
 
 def _shards(listing: Listing, partial: Path) -> list[str]:
@@ -232,10 +340,18 @@ def _get(listing: Listing, files: Iterable[HubFile], partial: Path, progress: Pr
         download(listing, file, partial / file.name, progress)
 
 
-def _room(files: list[HubFile], partial: Path) -> None:
-    """Check that the missing bytes fit on the disk. Raises NoDiskSpace."""
+def _room(files: list[HubFile], partial: Path, purpose: Purpose = KEPT) -> None:
+    """Check that the missing bytes fit on the disk, and the artifact beside them. Raises NoDiskSpace."""
     here = sum(min((partial / f.name).stat().st_size, f.size) for f in files if (partial / f.name).is_file())
-    check_room(sum(f.size for f in files) - here, partial, "--to DIR or SSMD_DATA_DIR")
+    missing = sum(f.size for f in files) - here
+    if purpose.folder is None:
+        check_room(missing, partial, "--to DIR or SSMD_DATA_DIR")
+    elif purpose.folder.stat().st_dev != partial.stat().st_dev:
+        check_room(missing, partial, "SSMD_DATA_DIR")
+        check_room(purpose.nbytes, purpose.folder, "SSMD_MODELS_DIR", "written")
+    else:
+        written = f"fetched and {show_size(purpose.nbytes)} to be written beside them" if purpose.nbytes else "fetched"
+        check_room(missing, partial, "SSMD_DATA_DIR", written, beside=purpose.nbytes)
 
 
 def _seal(listing: Listing, partial: Path, folder: Path, files: list[HubFile]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +18,7 @@ from ssmd.families.registry import family_of
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.progress import Progress, staged
 from ssmd.machine.spelling import meant
+from ssmd.model import smollm2
 from ssmd.model.artifact import GOLDEN, Artifact, seal
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source
@@ -32,6 +35,11 @@ SHIPPED = Path(__file__).parent / "graphs"
 _LOGITS = 128  # logits of a golden position
 _FLOOR = 1e-4  # least tolerance of a runtime's error, in standard deviations
 _MOST = 1.5  # tolerance, in errors measured where the graph was made: another processor rounds differently
+
+
+# Memory of a pull, beside one of the artifact's size: Python, numpy, the runtime, and the rows of a parameter.
+_BASE_BYTES = 400 << 20
+WEIGHT_BYTES = 2  # of a weight on a hub: most are published in bfloat16
 
 
 class GraphError(ValueError):
@@ -83,12 +91,14 @@ def install(
     name: str,
     context: int | None = None,
     progress: Progress = lambda line: None,
+    finish: Callable[[Path], None] = lambda folder: None,
 ) -> Artifact:
     """Make the artifact of a source in the folder `out`, the same build as by `ssmd build`.
 
     It appears whole or not at all, and replaces an existing one. context: most tokens of a conversation, if fewer than
-    possible. Its golden values are its own logits when it is new; it has none if its runtime does not run on this
-    system. Raises RefitError, SourceError, ProgramError or RuntimeUnavailable.
+    possible. finish: gets the folder before it is put in place. Its golden values are its own logits when it is new; it
+    has none if its runtime does not run on this system. Raises RefitError, SourceError, ProgramError or
+    RuntimeUnavailable.
     """
     header = graph.header
     fits(header, source)
@@ -115,7 +125,16 @@ def install(
                 save_golden(made / GOLDEN, tokens, _computed(artifact, source, tokens))
                 unchanged = {n: entry for n, entry in artifact.manifest.files.items() if n != GOLDEN}
                 seal(made, fields, unchanged)
+        finish(made)
     return Artifact.open(out)
+
+
+def memory_of(nbytes: int) -> int:
+    """Return the bytes of memory that `install` takes for an artifact of that size, without pages of files.
+
+    Most is the runtime's: it packs the weights when the new artifact is run once.
+    """
+    return _BASE_BYTES + nbytes
 
 
 def _computed(artifact: Artifact, source: Source, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -210,6 +229,29 @@ def origin_of(name: str) -> str:
             f"ibm-granite/granite-4.0-h-350m, or one that ssmd has a graph of: {', '.join(names())}"
         )
     return StrippedGraph.open(files(name=name)[0]).header.origin
+
+
+@cache
+def download_of(name: str) -> int:
+    """Return about the bytes that a pull of a model with a shipped graph fetches. Raises GraphError or StrippedError.
+
+    They are WEIGHT_BYTES for each weight; of SmolLM2, the size of its package. A hub's own list has the exact number.
+    """
+    from ssmd.hub.wheel import SMOLLM2
+
+    if name == smollm2.NAME:
+        return SMOLLM2.file.size
+    config = StrippedGraph.open(files(name=name)[0]).header.config
+    family = family_of(config)
+    bindings = family.bindings(family.parse(config)).values()
+    return WEIGHT_BYTES * sum({n: math.prod(s) for one in bindings for n, s in one.reads.items()}.values())
+
+
+@cache
+def disk_of(name: str, runtime: str) -> int | None:
+    """Return the bytes of a model's graph and weights on disk for a runtime; None if no graph has them."""
+    found = files(runtime, name)
+    return sum(file.size for file in StrippedGraph.open(found[0]).header.files) if found else None
 
 
 def choose_graph(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[StrippedGraph | None, str]:

@@ -22,7 +22,7 @@ from ssmd.refit import catalog
 from ssmd.runtime import devices
 
 ROOT = "/ssmd/v1/pulls"
-NAME = "mamba-130m"  # of which the hub here has something else
+NAME = "mamba-130m"  # of which the hub here has other weights
 WEIGHTS = "model.safetensors"
 KEYS = "alice alice-has-this-one\nscreen screens-look-at-this read-only\n"
 FIELDS = {
@@ -43,6 +43,8 @@ def hub(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     with mirror.running(catalog.origin_of(NAME), source) as running:
         running.stalls[WEIGHTS] = 200_000
+        running.files["config.json"] = mirror.fitting(NAME)
+        running.commit_now()
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         yield running
 
@@ -125,12 +127,14 @@ def test_one_at_a_time_and_cancelled(three: Several, hub: Mirror) -> None:
     assert over(three, three.ask("DELETE", f"{ROOT}/{third['id']}").json["id"])["state"] == "cancelled"
 
 
-def test_what_fails_says_why(three: Several, hub: Mirror) -> None:
-    hub.stalls.clear()
+def test_what_fails_says_why(three: Several, hub: Mirror, source: Path) -> None:
+    hub.files["config.json"] = (source / "config.json").read_bytes()
+    hub.commit_now()
     row = over(three, begin(three)["id"])
     assert row["state"] == "failed"
     assert "no stripped graph of this config" in row["error"]
     assert str(three.models.parent) not in row["error"]
+    assert not hub.sent.get(WEIGHTS)
     hub.api = 404, "RepoNotFound"
     row = over(three, begin(three, runtime="openvino")["id"])
     assert "there is no model" in row["error"]
@@ -200,13 +204,15 @@ def test_the_catalog(three: Several) -> None:
     assert known["object"] == "list"
     assert [one["name"] for one in known["data"]] == catalog.names()
     for one in known["data"]:
-        assert one.keys() == {"name", "family", "origin", "about", "base", "runtimes"}
+        assert one.keys() == {"name", "family", "origin", "about", "base", "download_bytes", "runtimes"}
+        assert 50e6 < one["download_bytes"] < 4e9
         assert one["about"]
         assert one["base"] == (one["family"] in ("mamba", "mamba2"))
         assert one["origin"] == catalog.origin_of(one["name"])
         for made in one["runtimes"]:
-            assert made.keys() == {"runtime", "installed", "usable", "problem", "bytes"}
-            assert (made["bytes"] is None) == (made["runtime"] == "wgpu")
+            assert made.keys() == {"runtime", "installed", "usable", "problem", "bytes", "memory_bytes"}
+            assert (made["bytes"] is None) == (made["memory_bytes"] is None) == (made["runtime"] == "wgpu")
+            assert made["bytes"] is None or made["memory_bytes"] > made["bytes"]
             assert made["usable"] == (made["problem"] is None)
             assert made["installed"] is False
     first = next(one for one in known["data"] if one["name"] == "smollm2")

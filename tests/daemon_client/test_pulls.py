@@ -37,6 +37,8 @@ def test_it_ends_when_the_daemon_does(sign: str, artifacts: TinyArtifacts, tmp_p
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
     with mirror.running(catalog.origin_of(NAME), artifacts.source("llama-f32")) as hub:
         hub.stalls["model.safetensors"] = 200_000
+        hub.files["config.json"] = mirror.fitting(NAME)
+        hub.commit_now()
         environment = kept | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
         command = [sys.executable, "-c", DAEMON, str(tmp_path), NAME]
         with subprocess.Popen(

@@ -22,11 +22,9 @@ import pytest
 import tiny
 from conftest import TinyArtifacts
 from huggingface_hub import constants
-from mirror import Mirror
+from mirror import Mirror, sharded, surroundings
 from refitting import stripped
-from safetensors.numpy import load_file, save_file
 from terminal import terminal
-from test_server import environment
 
 from ssmd.hub import hub as hub_module
 from ssmd.hub.hub import HubError, is_name, request
@@ -51,14 +49,6 @@ def source(artifacts: TinyArtifacts, tmp_path_factory: pytest.TempPathFactory) -
 def hub(source: Path) -> Iterator[Mirror]:
     with mirror.running(NAME, source) as running:
         yield running
-
-
-def surroundings(home: Path, hub: Mirror | None, **extra: str) -> dict[str, str]:
-    kept = {k: v for k, v in environment(home).items() if not k.startswith(("HF_", "HUGGING", "TRANSFORMERS_OFFLINE"))}
-    proxies = ("http_proxy", "https_proxy", "all_proxy")
-    kept = {k: v for k, v in kept.items() if k.lower() not in proxies}
-    kept |= {"HF_HOME": str(home / "hf"), "HF_HUB_DOWNLOAD_TIMEOUT": "20"}
-    return {**kept, **({} if hub is None else {"HF_ENDPOINT": hub.url}), **extra}
 
 
 ONLY_FETCHED = (
@@ -161,20 +151,6 @@ def test_the_library_itself_gets_the_same_files_from_the_mirror(hub: Mirror, sou
     ours = contents(Path(pulled(tmp_path, hub)["path"]))
     ours.pop("pulled.json")
     assert theirs == ours == contents(source)
-
-
-def sharded(source: Path) -> dict[str, bytes]:
-    files = contents(source)
-    tensors = sorted(load_file(source / WEIGHTS).items())
-    del files[WEIGHTS]
-    places: dict[str, str] = {}
-    for i, part in enumerate((tensors[::2], tensors[1::2]), 1):
-        shard = f"model-{i:05}-of-00002.safetensors"
-        save_file(dict(part), source.parent / shard)
-        files[shard] = (source.parent / shard).read_bytes()
-        places |= {name: shard for name, _ in part}
-    files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": places}).encode()
-    return files
 
 
 def test_shards_are_those_of_the_index(source: Path, tmp_path: Path) -> None:
@@ -530,7 +506,8 @@ def test_run_asks_before_it_pulls(artifacts: TinyArtifacts, graphs: Path, tmp_pa
         shutil.rmtree(tmp_path / "data" / "models")
         done = commands.ssmd(*run, "--yes", env=env, before=before)
         assert (done.returncode, bool(done.stdout)) == (0, True)
-        assert not [a for a in hub.asked if "/resolve/" in a.path]
+        assert "is removed" in done.stderr
+        assert not in_place(tmp_path)[1:], "only revisions.json"
 
 
 def test_serve_pulls_nothing_unasked_on_a_terminal(tmp_path: Path) -> None:
@@ -730,18 +707,25 @@ def test_build_makes_an_artifact_of_what_it_pulled(hub: Mirror, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert f"{NAME} main is {hub.commit}: 6 files" in done.stdout
     assert (tmp_path / "data/models/tiny-llama/litert-cpu-f32/artifact.json").is_file()
+    assert "is removed: --keep-source keeps it" in done.stdout
+    assert [p.name for p in in_place(tmp_path)] == ["revisions.json"]
 
 
 def test_build_pulls_what_is_not_there(hub: Mirror, source: Path, tmp_path: Path) -> None:
-    asked = ("build", NAME, "--quant", "f32", "--buckets", "16", "--context", "1")  # refused when the source is open
-    done = ssmd(tmp_path, hub, *asked)
+    asked = ("build", NAME, "--quant", "f32", "--buckets", "16")
+    done = ssmd(tmp_path, hub, *asked, "--context", "1")
     assert "a context of 1 tokens does not hold" in done.stderr
+    little = "import ssmd.build.builder as b; b.available = lambda: 1000"
+    done = commands.ssmd(*asked, env=surroundings(tmp_path, hub), before=little)
+    assert "error: this build takes about " in done.stderr
+    assert {a.path.rpartition("/")[2] for a in hub.asked if "/resolve/" in a.path} == {"config.json"}
+    refuses = "import ssmd.cli.build, sys; sys.modules['ssmd.cli.build'].check_texts = lambda source: 1 / 0"
+    done = commands.ssmd(*asked, env=surroundings(tmp_path, hub), before=refuses)
     assert f"{NAME} main is {hub.commit}: 6 files" in done.stdout
     there = contents(tmp_path / "data/sources/acme--tiny-llama" / hub.commit)
     assert {n: b for n, b in there.items() if n != "pulled.json"} == contents(source)
     hub.asked.clear()
-    again = ssmd(tmp_path, hub, *asked, "--force")
-    assert "a context of 1 tokens does not hold" in again.stderr
+    again = commands.ssmd(*asked, "--keep-source", env=surroundings(tmp_path, hub), before=refuses)
     assert f"was pulled as {hub.commit}" in again.stdout
     assert not hub.asked
     assert "--revision is for a model on the hub" in ssmd(tmp_path, hub, "build", ".", "--revision", "x").stderr

@@ -45,8 +45,8 @@ def pull(home: Path, hub: Mirror | None, file: str, *arguments: str) -> subproce
     return run(home, hub, "pull", "mine", "--from", f"{NAME}:{file}", "--runtime", "wgpu", *arguments)
 
 
-def test_a_file_is_pulled_resumed_and_kept(hub: Mirror, tmp_path: Path) -> None:
-    """Nothing else of the model is fetched, and it is not fetched twice; offline it is there."""
+def test_a_file_is_pulled_resumed_and_removed_or_kept(hub: Mirror, tmp_path: Path) -> None:
+    """Nothing else of the model is fetched. The file is removed after that, or kept for later and offline pulls."""
     hub.breaks[FILE] = [100_000]
     done = pull(tmp_path, hub, FILE)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
@@ -58,14 +58,19 @@ def test_a_file_is_pulled_resumed_and_kept(hub: Mirror, tmp_path: Path) -> None:
     [folder] = tmp_path.glob("**/mine/wgpu-gpu-int8")
     made = Artifact.open(folder)
     assert hub.sent[FILE] < len(hub.files[FILE]) + 100_000
+    assert "the source, " in done.stdout
+    assert not list(tmp_path.rglob("*.gguf"))
     assert {a.path.rpartition("/")[2] for a in hub.asked if "/resolve/" in a.path} == {FILE}
     sent = dict(hub.sent)
     done = pull(tmp_path, hub, FILE)
     assert (done.returncode, hub.sent) == (0, sent)
-    assert f"{FILE} of {NAME} main is {hub.commit}: is here already" in done.stdout
-    assert pull(tmp_path, None, FILE, "--force", "--offline").returncode == 0
+    assert f"{FILE} of {NAME} main is {hub.commit}: not fetched, as the model is here" in done.stdout
+    assert "is here already; --force makes it again" in pull(tmp_path, None, FILE, "--offline").stdout
+    assert pull(tmp_path, hub, FILE, "--force", "--keep-source").returncode == 0
+    done = pull(tmp_path, None, FILE, "--force", "--offline")
+    assert (done.returncode, len(list(tmp_path.rglob("*.gguf")))) == (0, 1)
     assert Artifact.open(folder).manifest.build == made.manifest.build
-    done = pull(tmp_path, None, "other.gguf", "--offline")
+    done = pull(tmp_path, None, "other.gguf", "--offline", "--force")
     assert "other.gguf of acme/tiny-GGUF at 'main' is not here and --offline" in done.stderr
 
 

@@ -151,17 +151,11 @@ def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             problem = _problem(info.name, target.device_class, found)
             here = any(target_for(m.runtime, m.device_class) == target for m in mine)
             row = {"runtime": runtime, "installed": here, "usable": problem is None, "problem": problem}
-            made.append(row | {"bytes": _bytes(name, runtime)})
-        about = {"about": _ABOUT.get(name), "base": name in BASE}
+            nbytes = catalog.disk_of(name, runtime)
+            made.append(row | {"bytes": nbytes, "memory_bytes": None if nbytes is None else catalog.memory_of(nbytes)})
+        about = {"about": _ABOUT.get(name), "base": name in BASE, "download_bytes": catalog.download_of(name)}
         entries.append({"name": name, "family": family, "origin": origin, **about, "runtimes": made})
     return entries
-
-
-@cache
-def _bytes(name: str, runtime: str) -> int | None:
-    """Return the bytes of a model's graph and weights on disk for a runtime; None if no graph has them."""
-    found = catalog.files(runtime, name)
-    return sum(file.size for file in StrippedGraph.open(found[0]).header.files) if found else None
 
 
 @cache

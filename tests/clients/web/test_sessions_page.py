@@ -211,5 +211,7 @@ def test_models_are_loaded_pinned_and_let_go(window: Window) -> None:
     offers = {text.split()[0]: text for text in window.texts(".offer")}
     assert "base: continues text" in offers["mamba-130m"]
     assert "base" not in offers["smollm2"]
-    assert re.search(r"English; quick on any machine · \d+ MB on disk", offers["smollm2"])
+    assert re.search(
+        r"English; quick on any machine · about 93 MB to fetch · \d+ MB on disk · \d+ MB of memory", offers["smollm2"]
+    )
     assert window.page.locator(".offer details[open]").count() == 0
