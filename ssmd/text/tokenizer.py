@@ -69,8 +69,8 @@ class Tokenizer:
         if (longest := max(map(len, named), default=0)) > MAX_TOKEN:
             raise TokenizerError(f"the tokenizer has a token of {longest} characters, at most {MAX_TOKEN} are allowed")
         self.vocabulary: int = max(named.values(), default=-1) + 1
-        # Ids that an answer may have: models pad their logits beyond them, and vocabularies have gaps.
-        self.known: NDArray[np.intp] = np.array([*named.values(), *stop_tokens], np.intp)
+        self._known: NDArray[np.intp] = np.array([*named.values(), *stop_tokens], np.intp)
+        self._padding: dict[int, NDArray[np.intp]] = {}
         added: dict[int, tokenizers.AddedToken] = library.get_added_tokens_decoder()
         self._controls = Controls(added, stop_tokens, normalizes=library.normalizer is not None)
         self._special = self._controls.special
@@ -146,6 +146,15 @@ class Tokenizer:
     def unescape(self, text: str) -> str:
         """Turn an escaped text into the plain one again; `unescape(escape(text)) == text`."""
         return self._controls.unescape(text)
+
+    def padding(self, size: int) -> NDArray[np.intp]:
+        """Return the ids below `size` that no token has: models pad their logits, and vocabularies have gaps."""
+        found = self._padding.get(size)
+        if found is None:
+            free = np.ones(size, np.bool_)
+            free[self._known[self._known < size]] = False
+            found = self._padding[size] = np.flatnonzero(free)
+        return found
 
     def quote(self, text: str) -> str:
         """Quote characters of the text that `escape` uses itself. Control tokens' text in it still counts."""

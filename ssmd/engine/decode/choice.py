@@ -59,8 +59,8 @@ class Choice:
         self._budget = budget
         dry = request.sampling.dry
         breakers = () if dry is None else tokenizer.holding(dry.breakers)
-        before, known = prompt.ids.own, tokenizer.known
-        self._sampler = Sampler(request.sampling, index=index, before=before, breakers=breakers, tokens=known)
+        before, padding = prompt.ids.own, tokenizer.padding
+        self._sampler = Sampler(request.sampling, index=index, before=before, breakers=breakers, padding=padding)
         self._tokenizer = tokenizer
         self._stop_tokens = stops
         # The guide of each call, from its marker to its end, or else of the whole answer.

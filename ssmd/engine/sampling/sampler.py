@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,12 @@ class Sampler:
         index: int = 0,
         before: Sequence[int] | NDArray[Any] = (),
         breakers: Collection[int] = (),
-        tokens: Ids | None = None,
+        padding: Callable[[int], Ids] | None = None,
     ) -> None:
         """Start behind a prompt.
 
         before: the prompt's last ids, at least `params.counted` of them. breakers: ids of DRY's breakers.
-        tokens: the ids that may be drawn, as logits may be padded with ids that no token has; all by default.
+        padding: returns the ids below a size that no token has, and which are never drawn; none by default.
         """
         self.params = params
         self._filters = params.filters
@@ -72,8 +72,7 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
         self._bias_ids: Ids = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
         self._bias: Floats = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
-        self._tokens = tokens
-        self._padding: Ids = np.empty(0, np.intp)  # ids that no token has
+        self._padding_of, self._padding = padding, np.empty(0, np.intp)
         self._vocabulary = 0
         self._own = self._weights = self._rest = self._keys = self._masked = np.empty(0, np.float32)
         self._before = np.empty(0, np.bool_)
@@ -146,10 +145,8 @@ class Sampler:
             if self._bias_ids.size and int(self._bias_ids.max()) >= size:
                 raise ValueError(f"logit_bias names token {int(self._bias_ids.max())}; the vocabulary has {size}")
             self._vocabulary = size
-            if self._tokens is not None:
-                padding = np.ones(size, np.bool_)
-                padding[self._tokens[self._tokens < size]] = False
-                self._padding = np.flatnonzero(padding)
+            if self._padding_of is not None:
+                self._padding = self._padding_of(size)
             columns = -(-size // ROWS)
             self._own = np.full(ROWS * columns, -np.inf, np.float32)
             self._weights, self._rest = np.empty((2, ROWS, columns), np.float32)
