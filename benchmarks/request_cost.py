@@ -1,6 +1,8 @@
 """The time of a request beside the model: from its first byte to the answer's last, less the model's computation.
 
     benchmarks/request_cost.py [MODEL]     an artifact's name or path; default: smollm2
+    benchmarks/request_cost.py --remote    stored plain requests alone: without a remote, with one, and with one whose
+                                           folder is away, three times in turn
 
 One client, one request after the other, each answered in full. Less: the prompt's prefill, the restore of a state, and
 the time between tokens, whose share that is not the model's overhead.py and structured.py tell. Before: until the
@@ -11,6 +13,7 @@ each kind the first requests, which import, compile and warm up, are not counted
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import tempfile
@@ -58,6 +61,46 @@ def asked(connection: http.client.HTTPConnection, body: Fields) -> tuple[float, 
     return before_ms, took_ms - own["prefill_ms"] - own["restore_ms"] - decoded_ms
 
 
+def measured(daemon: DaemonProcess, requests: int, fields: Fields, first: int = 0) -> list[str]:
+    """Send requests one after the other. Returns the cells of a row; first: number of the first one."""
+    model = daemon.get("/v1/models")[1]["data"][0]["id"]
+    found = []
+    for i in range(first, first + FIRST + requests):
+        content = f"How is the weather on day {i} in Bonn, and why?"
+        body = {"model": model, "messages": [{"role": "user", "content": content}]}
+        body |= {"max_tokens": 24, "temperature": 0.8, "seed": i, **fields}
+        connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=60)
+        found.append(asked(connection, body))
+        connection.close()
+    before, whole = np.array(found[FIRST:]).T
+    cells = [*np.percentile(before, [50, 95]), *np.percentile(whole - before, [50, 95])]
+    cells += np.percentile(whole, [50, 95]).tolist()
+    return [f"{x:.1f}" for x in cells]
+
+
+def with_a_remote(name: str, requests: int) -> None:
+    artifact = Path(name) if Path(name).exists() else resolve(name, Settings().models_dir, "auto")
+    print(
+        f"# request_cost --remote: {artifact.parent.name}, {artifact.name}; {conditions()}; {requests} requests each\n"
+    )
+    print("| remote | before p50, ms | p95 | after p50, ms | p95 | in all p50, ms | p95 |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as at, contextlib.ExitStack() as held:
+        daemons = {}
+        for way in ("none", "a folder", "a folder that is away"):
+            remote = Path(at) / way / "remote"
+            remote.mkdir(mode=0o700, parents=True)
+            options = () if way == "none" else ("--remote", str(remote))
+            daemons[way] = held.enter_context(DaemonProcess(artifact, Path(at) / way / "data", *options))
+            if way.endswith("away"):
+                remote.rename(remote.with_name("away"))
+        time.sleep(3)  # for the daemons' idle work
+        for turn in range(3):
+            for way, daemon in daemons.items():
+                cells = measured(daemon, requests, {"store": True}, turn * (FIRST + requests))
+                print(f"| {way} | {' | '.join(cells)} |", flush=True)
+
+
 def main(name: str, requests: int) -> None:
     artifact = Path(name) if Path(name).exists() else resolve(name, Settings().models_dir, "auto")
     print(
@@ -66,27 +109,17 @@ def main(name: str, requests: int) -> None:
     print("| a request with | stored | before p50, ms | p95 | after p50, ms | p95 | in all p50, ms | p95 |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as at, DaemonProcess(artifact, Path(at) / "data") as daemon:
-        model = daemon.get("/v1/models")[1]["data"][0]["id"]
         time.sleep(3)  # for the daemon's idle work
         for kind, fields in KINDS.items():
             for store in (False, True):
-                found = []
-                for i in range(FIRST + requests):
-                    content = f"How is the weather on day {i} in Bonn, and why?"
-                    body = {"model": model, "messages": [{"role": "user", "content": content}], "store": store}
-                    body |= {"max_tokens": 24, "temperature": 0.8, "seed": i, **fields}
-                    connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=60)
-                    found.append(asked(connection, body))
-                    connection.close()
-                before, whole = np.array(found[FIRST:]).T
-                cells = [*np.percentile(before, [50, 95]), *np.percentile(whole - before, [50, 95])]
-                cells += np.percentile(whole, [50, 95]).tolist()
-                print(f"| {kind} | {'yes' if store else 'no'} | {' | '.join(f'{x:.1f}' for x in cells)} |", flush=True)
+                cells = measured(daemon, requests, {**fields, "store": store})
+                print(f"| {kind} | {'yes' if store else 'no'} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--remote", action="store_true", help="compare requests with a remote and without one")
     given = parser.parse_args()
-    main(given.model, given.requests)
+    (with_a_remote if given.remote else main)(given.model, given.requests)

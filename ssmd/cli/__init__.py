@@ -68,7 +68,7 @@ session.app.command("tree")(session_tree.tree)
 session.app.command("fork")(session_tree.fork)
 session.app.command("export")(session_move.export)
 session.app.command("import")(session_move.import_)
-for _command in (session_remote.push, session_remote.pull, session_remote.local):
+for _command in (session_remote.push, session_remote.pull, session_remote.local, session_remote.sweep):
     session.app.command(_command.__name__)(_command)
 session.add_to(session.app)
 app.add_typer(session.app, name="session")

@@ -1,4 +1,4 @@
-"""`ssmd session push`, `pull` and `local`: conversations to the remote and from it. All work while the daemon runs."""
+"""`ssmd session push`, `pull`, `local`, `sweep`: conversations to the remote and from it. The daemon may run."""
 
 from __future__ import annotations
 
@@ -99,3 +99,21 @@ def local(
         session = read_session(store, session_id)
         keep_local(store, session.id)
     typer.echo(json.dumps({"id": session.id, "local": True}) if as_json else f"{session.id} stays on this machine")
+
+
+def sweep(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    remote: options.Remote = None,
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Remove from the remote the parts of states that a crash left there, once they are a day old.
+
+    No conversation and no state in use is removed. Other machines may go on meanwhile.
+    """
+    with _remote(data_dir, remote) as (_, there):
+        count, nbytes = there.sweep(dry_run=dry_run)
+    if as_json:
+        typer.echo(json.dumps({"files": count, "bytes": nbytes, "removed": not dry_run}))
+    else:
+        typer.echo(f"{count} files, {_size(nbytes)}, {'would be removed' if dry_run else 'removed'} from {there.root}")

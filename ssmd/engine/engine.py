@@ -71,7 +71,8 @@ class Engine:
         self._calling = ToolCalling(self._texts.template.source, tokenizer)
         store = None if writer is None else writer.store
         link = None if writer is None else writer.remote
-        self._planner = Planner(manifest, program, tokenizer, self._texts.template, store, link)
+        template = self._texts.template
+        self._planner = Planner(manifest, program, tokenizer, template, store, link, lambda: metrics.ms_per_token)
         self._raw = RawPlanner(self._planner.scope, program, tokenizer, store)
         self._queue = Queue(max_queue)
         self._persistence: Persistence | NoPersistence = NoPersistence(program)

@@ -221,13 +221,18 @@ class ModelMetrics:
             row |= {"outcome": outcome, **{name: last[name] for name in _OF_ONE}, "saved_ms": self._saved_ms(last)}
             metrics.recent.append(row | {"owner": key})
 
+    @property
+    def ms_per_token(self) -> float | None:
+        """Return the time that a fed token took so far; None if none was fed."""
+        fed = self._mine.fed_tokens
+        return self._mine.prefill_ms / fed if fed else None
+
     def _saved_ms(self, last: dict[str, Any]) -> float | None:
         """Estimate the ms that cached tokens saved, from the time that a fed token took so far."""
-        fed = self._mine.fed_tokens
-        if not fed or last["ttft_ms"] is None:
+        each_ms = self.ms_per_token
+        if each_ms is None or last["ttft_ms"] is None:
             return None
-        cached, restore_ms = float(last["cached_tokens"]), float(last["restore_ms"])
-        return round(cached * self._mine.prefill_ms / fed - restore_ms, 3)
+        return round(float(last["cached_tokens"]) * each_ms - float(last["restore_ms"]), 3)
 
 
 class Metrics:

@@ -19,6 +19,10 @@ from keeping import Chat, assert_same, new_store, state_of
 
 from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.remote.ends import send_end
+from ssmd.sessions.remote.folder import FolderRemote
+from ssmd.sessions.remote.link import send
+from ssmd.sessions.remote.remote import RemoteError
 from ssmd.sessions.rows import disk_space
 from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.store import Store
@@ -202,3 +206,20 @@ def test_what_does_not_fit_is_not_begun(disk: Path) -> None:
     assert free(disk) > before - 100_000
     assert ssmd(data, "rm", "s0").returncode == 0
     store.close()
+
+
+def test_a_full_remote_has_no_half_of_a_state(disk: Path, tmp_path: Path) -> None:
+    store, root = new_store(tmp_path / "data"), disk / "remote"
+    root.mkdir(mode=0o700)
+    remote = FolderRemote.open(root, create=True)
+    store.shares = lambda: None
+    talk(store, "s0", 1)
+    send(store, remote)
+    fill(disk)
+    with pytest.raises(RemoteError, match="its disk is full"):
+        send_end(store, remote, "s0")
+    assert remote.ends("s0") == []
+    assert not list(root.glob("packs/*/*"))
+    (disk / "filler").unlink()
+    assert send_end(store, remote, "s0") > 1_000_000
+    assert remote.ends("s0") == ["s0-0"]

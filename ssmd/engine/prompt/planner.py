@@ -16,10 +16,11 @@ from ssmd.engine.terms import Rejection, too_long
 from ssmd.model.artifact import Manifest
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
+from ssmd.sessions.checkpoint import Maker, Scope, StoredCheckpoint
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.match import known, with_ids_of
+from ssmd.sessions.remote.ends import RemoteReader
 from ssmd.sessions.remote.link import Link
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
@@ -95,13 +96,18 @@ class Planner:
         template: Template,
         store: Store | None,
         link: Link | None = None,
+        ms_per_token: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """link: of the store to a remote, which is asked for conversations that the store has not."""
-        self._link = link
+        """link: of the store to a remote, which is asked for conversations that the store has not.
+
+        ms_per_token: returns the time that the program took so far to read a token; None if it has read none.
+        """
+        self._link, self._ms_per_token = link, ms_per_token
         self.scope = Scope(program.spec.digest(), manifest.lineage, manifest.build)
         self._manifest = manifest
         self._context = program.context
         self._vocabulary, self._producer = program.vocabulary, program.producer
+        self._maker = Maker(self.scope, program.producer, program.spec)
         self._rows_alone = not program.spec.recurrent
         self._cell = buckets.grid(program.buckets)
         self._tokenizer = tokenizer
@@ -145,8 +151,8 @@ class Planner:
         if self._store is None and request.session is not None:
             raise _unknown(request.session)
         if self._link is not None and request.store:
-            vocabularies = {self.scope.lineage: self._vocabulary}
-            self._link.bring(request.messages, request.domain, request.session, vocabularies)
+            reader = RemoteReader(self._maker, self._vocabulary, self._context, self._ms_per_token())
+            self._link.bring(request.messages, request.domain, request.session, reader)
         place, shown, found, cut = self._alone(request), None, None, 0
         if self._store is not None:
             try:

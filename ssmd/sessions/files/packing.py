@@ -118,7 +118,7 @@ def _write_state(
     written: set[int],
 ) -> None:
     try:
-        state = store.load_in(connection, c.id, _as_stored(c))
+        state = store.load_in(connection, c.id, as_stored(c))
     except StoreError as err:
         raise StoreError(f"{err}; the text alone can be exported without states") from err
     for t in c.spec.recurrent:
@@ -131,7 +131,7 @@ def _write_state(
                 writer.write(f"rows.{numbers[segment]}.{t.name}", rows.astype(DTYPES[dtype], copy=False))
 
 
-def _as_stored(c: CheckpointRow) -> StateSpec:
+def as_stored(c: CheckpointRow) -> StateSpec:
     """Return the layout with dtypes that hold the stored values without loss."""
     rows = "float32" if any(s[3] == "float32" for s in c.segments) else "float16"
     return StateSpec(tuple(replace(t, dtype=c.dtype if t.recurrent else rows) for t in c.spec.tensors))

@@ -3,11 +3,14 @@
     ssmd-remote.json                       {"format": 1}
     sessions/<2 digits>/<session>/<turn>   a line of JSON: format, chain, owner, BLAKE2b-256 of the body; then the body
     chains/<2 digits>/<chain>/<session>~<turn>~<digest of the owner>    an empty file
+    ends/<2 digits>/<session>/<turn>       a state's row: a line of JSON with its pack, as of a turn; then the row
+    packs/<2 digits>/<BLAKE2b-256>         the bytes of a state
     buried/<session or turn>               an empty file
 
 A file is written under another name, flushed, and then gets its own, which it keeps: so a reader finds all of it or
 nothing. The turn comes before its chain, which makes it known; the tombstone comes before all that it removes. So a
-kill at any moment leaves what the next call completes. Names and contents are other machines' word: each is checked.
+kill at any moment leaves what the next call completes. A pack comes before its row, and goes after it: a kill between
+leaves a pack that no row names, for `sweep`. Names and contents are other machines' word: each is checked.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Collection, Iterator, Sequence
@@ -32,10 +36,13 @@ from ssmd.sessions.turn import ID_PATTERN
 FORMAT = 1
 MAX_BODY_BYTES = 64 << 20
 MARK = "ssmd-remote.json"
+MAX_ROW_BYTES = 64 << 10  # of a state's row
+SWEPT_S = 24 * 3600  # s: age of a pack without a row from which `sweep` takes it, by the folder's clock
 _MAX_HEAD = 4096
 _MAX_FOUND = 256  # turns of one chain that are looked at
 _MAX_NAMES = 1_000_000  # files of one folder that are looked at
 _PART = ".part-"  # begins the name of a file that is not whole yet
+_PACK = re.compile("[0-9a-f]{64}")
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _WORDS = {
     errno.ENOSPC: "its disk is full",
@@ -51,6 +58,7 @@ class FolderRemote:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.packs = FolderPacks(self)
 
     @staticmethod
     def open(root: Path, *, create: bool) -> FolderRemote:
@@ -176,6 +184,13 @@ class FolderRemote:
             if turn is None:
                 with contextlib.suppress(OSError):  # it was never there, or a turn is being written
                     folder.rmdir()
+            ends = self._ends(session)
+            for name in list(islice(self._names(ends), _MAX_NAMES)):
+                if turn in (None, name):
+                    self._remove_end(ends, name)
+            if turn is None:
+                with contextlib.suppress(OSError):
+                    ends.rmdir()
 
     def _remove(self, folder: Path, place: TurnPlace) -> None:
         """Remove a turn: first what makes it known."""
@@ -188,6 +203,95 @@ class FolderRemote:
         elif not place.turn.startswith(_PART):
             return
         (folder / place.turn).unlink(missing_ok=True)
+
+    def end(self, place: TurnPlace) -> bytes | None:
+        """Return the row of the state at the end of a turn; None if there is none. Raises InvalidTurn."""
+        with self._errors():
+            folder = self._ends(place.session)
+            if self._is_gone(place) or not self._is_folder(folder):
+                return None
+            try:
+                raw = _read(folder / place.turn, MAX_ROW_BYTES)
+            except FileNotFoundError:
+                return None
+        return _body_of(raw, place)
+
+    def ends(self, session: str) -> list[str]:
+        """List the turns of a session that have a state, in no order."""
+        with self._errors():
+            return [name for name in islice(self._names(self._ends(session)), _MAX_NAMES) if _is_id(name)]
+
+    def publish_end(self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str]) -> None:
+        """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`."""
+        with self._errors():
+            folder = self._ends(place.session)
+            if not self._is_gone(place):
+                before = self._pack_of(folder, place.turn) if self._is_folder(folder) else None
+                self._folder(folder)
+                head = {"format": FORMAT, "pack": pack, "blake2b": _digest(row)}
+                self._write(folder, place.turn, json.dumps(head).encode() + b"\n" + row)
+                if before is not None and before != pack:
+                    self.packs.remove(before)
+                for turn in replaced:
+                    self._remove_end(folder, turn)
+            if self._is_gone(place):  # buried meanwhile, by a machine that may not have seen this
+                self._remove_end(folder, place.turn)
+                self.packs.remove(pack)
+
+    def _ends(self, session: str) -> Path:
+        return self.root / "ends" / hashlib.blake2b(session.encode(), digest_size=1).hexdigest() / session
+
+    def _pack_of(self, folder: Path, turn: str) -> str | None:
+        """Return the pack that a state's row names, of any version; None without one."""
+        try:
+            head, _ = _parted(_read(folder / turn, MAX_ROW_BYTES), TurnPlace(folder.name, turn))
+        except (OSError, InvalidTurn):
+            return None
+        pack = str(head.get("pack"))
+        return pack if _PACK.fullmatch(pack) else None
+
+    def _remove_end(self, folder: Path, name: str) -> None:
+        """Remove a state's row and then its pack, which no other row names."""
+        if not self._is_folder(folder):
+            return
+        pack = self._pack_of(folder, name) if _is_id(name) else None
+        if _is_id(name) or name.startswith(_PART):
+            (folder / name).unlink(missing_ok=True)
+        if pack is not None:
+            self.packs.remove(pack)
+
+    def sweep(self, *, dry_run: bool = False) -> tuple[int, int]:
+        """Remove packs that no row names and that are older than SWEPT_S. Returns how many, and their bytes.
+
+        Those are left by a kill between a pack and its row, or while a pack was written.
+        """
+        packs, count, nbytes = self.root / "packs", 0, 0
+        with self._errors():
+            if not self._is_folder(packs):
+                return 0, 0
+            clock = packs / f"{_PART}{secrets.token_hex(8)}"  # its time is the folder's own clock
+            os.close(os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOLINK, 0o600))
+            now = clock.lstat().st_mtime
+            clock.unlink()
+            found = [
+                (part / name, name, (part / name).lstat())
+                for part in self._folders(packs)
+                for name in islice(self._names(part), _MAX_NAMES)
+            ]
+            ends = (one for part in self._folders(self.root / "ends") for one in self._folders(part))
+            named = {self._pack_of(one, turn) for one in ends for turn in self._names(one) if _is_id(turn)}
+            for path, name, about in found:
+                ours = _PACK.fullmatch(name) or name.startswith(_PART)
+                if ours and name not in named and now - about.st_mtime > SWEPT_S:
+                    count, nbytes = count + 1, nbytes + about.st_size
+                    if not dry_run:
+                        path.unlink(missing_ok=True)
+        return count, nbytes
+
+    def _folders(self, folder: Path) -> list[Path]:
+        """List the folders in a folder below the root. Links are left out."""
+        found = [folder / name for name in islice(self._names(folder), _MAX_NAMES)]
+        return [one for one in found if stat.S_ISDIR(one.lstat().st_mode)]
 
     def buried(self) -> Collection[str]:
         """Return the sessions and the turns that were buried."""
@@ -238,12 +342,13 @@ class FolderRemote:
             os.close(os.open(folder / name, os.O_WRONLY | os.O_CREAT | NOLINK, 0o600))
             _flush(folder)
 
-    def _write(self, folder: Path, name: str, data: bytes) -> None:
+    def _write(self, folder: Path, name: str, *parts: bytes | memoryview) -> None:
         """Write a file, which appears whole or not at all."""
         part = folder / f"{_PART}{secrets.token_hex(8)}"
         try:
             with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOLINK, 0o600), "wb") as file:
-                file.write(data)
+                for data in parts:
+                    file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, folder / name)
@@ -259,6 +364,66 @@ class FolderRemote:
         except OSError as err:
             why = _WORDS.get(err.errno or 0, err.strerror or str(err))
             raise RemoteError(f"the remote {self.root} cannot be used: {why}") from err
+
+
+class FolderPacks:
+    """The packs of a remote in a folder: a file each, named by the BLAKE2b-256 of its bytes. The remote's Blobs."""
+
+    def __init__(self, remote: FolderRemote) -> None:
+        self._remote = remote
+
+    def there(self, name: str) -> bool:
+        """Return True if there is a pack of this name. Its bytes are checked when they are read."""
+        with self._remote._errors():
+            return self._remote._is_folder(self._folder(name)) and os.path.lexists(self._folder(name) / name)
+
+    def put(self, parts: Sequence[bytes | memoryview]) -> str:
+        """Keep a pack, given in parts, durably. Returns its name. One that is there is read, and written if damaged."""
+        running = hashlib.blake2b(digest_size=32)
+        for part in parts:
+            running.update(part)
+        name = running.hexdigest()
+        try:
+            self.get(name, sum(map(len, parts)))
+        except InvalidTurn:
+            with self._remote._errors():
+                self._remote._folder(self._folder(name))
+                self._remote._write(self._folder(name), name, *parts)
+        return name
+
+    def get(self, name: str, nbytes: int) -> bytes:
+        """Return a pack of so many bytes. Raises InvalidTurn if it is not there, or not what its name says."""
+        what = f"the pack {name[:12]!r} of the remote"
+        try:
+            if not self._remote._is_folder(self._folder(name)):
+                raise InvalidTurn(f"{what} is not there")
+            descriptor = os.open(self._folder(name) / name, os.O_RDONLY | NOFOLLOW)
+            with os.fdopen(descriptor, "rb") as file:
+                found = os.fstat(descriptor)
+                if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+                    raise InvalidTurn(f"{what} has {found.st_size} bytes, its row says {nbytes}")
+                data = file.read(nbytes)
+        except FileNotFoundError as err:
+            raise InvalidTurn(f"{what} is not there") from err
+        except OSError as err:
+            if err.errno in (errno.ELOOP, errno.EISDIR):
+                raise InvalidTurn(f"{what} is no file") from err
+            with self._remote._errors():
+                raise
+        if len(data) != nbytes or _digest(data) != name:
+            raise InvalidTurn(f"{what} is not what its name says: it was altered")
+        return data
+
+    def remove(self, name: str) -> None:
+        """Remove a pack that no row names any more, if it is there."""
+        with self._remote._errors():
+            if self._remote._is_folder(self._folder(name)):
+                (self._folder(name) / name).unlink(missing_ok=True)
+
+    def _folder(self, name: str) -> Path:
+        if not _PACK.fullmatch(name):
+            raise InvalidTurn(f"{name[:80]!r} is not the name of a pack")
+        return self._remote.root / "packs" / name[:2]
 
 
 def _is_id(name: str) -> bool:

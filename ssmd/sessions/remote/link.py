@@ -1,6 +1,7 @@
 """The link between a store and a remote: a thread that empties the outbox, and the look-up for a request.
 
 A request is never kept waiting for long by a remote: it is asked for ASK_S at most, and then not again for OFFLINE_S.
+A state is fetched if that is sooner than reading again, and given up when reading would have ended.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +20,8 @@ from ssmd.sessions.domain import Domain
 from ssmd.sessions.match import Echo
 from ssmd.sessions.remote.arrivals import fetch_path, receive
 from ssmd.sessions.remote.body import remote_turn
-from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, RemoteState, RemoteTurn
+from ssmd.sessions.remote.ends import EndBody, RemoteReader, find_end, send_end, take_end
+from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, RemoteState, RemoteTurn, TurnPlace
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.rows.outbox import OutboxRow
 from ssmd.sessions.store import Store
@@ -32,13 +34,31 @@ FETCH_S = 5.0  # s that it then waits for the turns
 OFFLINE_S = 30.0  # s after a failure in which requests do not ask, and nothing is sent
 LOOK_S = 60.0  # s between looks for what other machines have removed
 CLOSE_S = 2.0  # s that a daemon which ends goes on sending
+REST_S = 10.0  # s after the last turn of a conversation until the state of its end is sent
+REMEMBERED = 16  # conversations whose end a daemon sends that the one before it did not
+ENDS_ASKED = 4  # last turns of a fetched path that are asked for a state
+FIRST_BYTES_PER_S = 12.5e6  # of a remote, until packs were fetched: 100 Mbit/s
+FIRST_MS_PER_TOKEN = 1.5  # of reading, until the model has read something
+LEAST_S = 1.0  # s that a fetch may take, however soon reading would end
 MAX_ASKED = 64  # chains of a request that are looked up, the last ones
 _AT_ONCE = 50  # rows of the outbox that are sent before they are removed
 _T = TypeVar("_T")
 
 
-def send(store: Store, remote: Remote, stopped: Callable[[], bool] = lambda: False) -> int:
-    """Send what waits in the outbox. Returns how many rows. Raises RemoteError, StoreError."""
+class _TookLong(RemoteError):
+    """An answer of the remote that did not come in time."""
+
+
+def send(
+    store: Store,
+    remote: Remote,
+    stopped: Callable[[], bool] = lambda: False,
+    sent_of: Callable[[str], None] = lambda session: None,
+) -> int:
+    """Send what waits in the outbox. Returns how many rows. Raises RemoteError, StoreError.
+
+    sent_of: called with the session of each turn that was sent.
+    """
     done = 0
     while not stopped():
         with store.reading() as connection:
@@ -53,6 +73,7 @@ def send(store: Store, remote: Remote, stopped: Callable[[], bool] = lambda: Fal
                 remote.bury(row.session, row.turn)
             elif (turn := _turn(store, row)) is not None:
                 remote.publish([turn])
+                sent_of(turn.place.session)
             sent.append(row.id)
         with store.writing() as connection:
             outbox.remove(connection, sent)
@@ -106,13 +127,63 @@ def purge(store: Store, remote: Remote) -> int:
     return gone
 
 
+class Bandwidth:
+    """Bytes a second of a remote: measured on packs that were fetched, from a first estimate on. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._nbytes, self._seconds = FIRST_BYTES_PER_S, 1.0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Count a pack. Old ones count less and less."""
+        with self._lock:
+            self._nbytes, self._seconds = 0.9 * self._nbytes + nbytes, 0.9 * self._seconds + seconds
+
+    @property
+    def bytes_per_s(self) -> float:
+        with self._lock:
+            return self._nbytes / self._seconds
+
+
+def fetching_is_sooner(nbytes: int, tokens: int, bytes_per_s: float, ms_per_token: float) -> bool:
+    """Return True if fetching a state takes less time than reading the tokens that it saves."""
+    return nbytes / bytes_per_s < tokens * ms_per_token / 1e3
+
+
+class RestingEnds:
+    """Conversations with new turns, until they have rested for REST_S: then the state of their end is sent."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: dict[str, float] = {}
+
+    def note(self, session: str) -> None:
+        """Note that a conversation went on, now."""
+        self._since[session] = self._clock()
+
+    def take(self, *, all_: bool = False) -> list[str]:
+        """Return those that have rested, or all of them, and forget them."""
+        now = self._clock()
+        found = [one for one, since in self._since.items() if all_ or now - since >= REST_S]
+        for one in found:
+            del self._since[one]
+        return found
+
+    @property
+    def wait_s(self) -> float:
+        """Return the seconds until the next one has rested."""
+        now = self._clock()
+        return min((max(0.0, since + REST_S - now) for since in self._since.values()), default=math.inf)
+
+
 class Link:
     """A store's link to a remote. Thread-safe."""
 
-    def __init__(self, store: Store, opened: Callable[[], Remote]) -> None:
+    def __init__(self, store: Store, opened: Callable[[], Remote], clock: Callable[[], float] = time.monotonic) -> None:
         """Share what is written from now on; `start` begins to send it.
 
         opened: opens the remote; called again after it could not be reached. It raises RemoteError.
+        clock: in s, by which conversations rest.
         """
         self._store = store
         self._open = opened
@@ -124,6 +195,8 @@ class Link:
         self._ends_at = math.inf  # monotonic s
         self._problem = ""
         self._asking: threading.Thread | None = None  # a look-up that has not come back
+        self._resting = RestingEnds(clock)  # for the thread alone
+        self._bandwidth = Bandwidth()
         self._thread = threading.Thread(target=self._run, name="ssmd-remote", daemon=True)
         store.shares = self._wake.set
 
@@ -169,13 +242,11 @@ class Link:
         except StoreError:
             return "off"
 
-    def bring(
-        self, messages: Sequence[Message], domain: Domain, session: str | None, vocabularies: Mapping[str, int]
-    ) -> None:
+    def bring(self, messages: Sequence[Message], domain: Domain, session: str | None, reader: RemoteReader) -> None:
         """Fetch the conversation that a request continues, if the remote has more of it than this store.
 
-        session: only that of this session. vocabularies: as of `receive`. Raises nothing: without the remote the
-        request is answered from what is here.
+        session: only that of this session. reader: the model that the request is for. Raises nothing: without the
+        remote the request is answered from what is here.
         """
         echo = Echo.of(messages)
         try:
@@ -187,7 +258,7 @@ class Link:
             chains = [c.said for n, c in zip(echo.lengths, echo.chains, strict=True) if n > here][-MAX_ASKED:]
             remote = self._remote
             if chains and remote is not None and self._may_ask():
-                self._fetch(remote, chains, domain, session, vocabularies)
+                self._fetch(remote, chains, domain, session, reader)
         except StoreError as err:
             self._failed(err)
 
@@ -197,8 +268,9 @@ class Link:
         chains: Sequence[bytes],
         domain: Domain,
         session: str | None,
-        vocabularies: Mapping[str, int],
+        reader: RemoteReader,
     ) -> None:
+        vocabularies = {reader.maker.scope.lineage: reader.vocabulary}
         for place in self._within(ASK_S, lambda: remote.known(chains, domain)):
             if session is not None and place.session != session:
                 continue
@@ -207,9 +279,37 @@ class Link:
                 if path:
                     written = receive(self._store, domain, path, vocabularies)
                     log.info("%d turns of session %s came from the remote", len(written), path[-1][0])
+                    places = [TurnPlace(its, body.turn.id) for its, body in path[: -ENDS_ASKED - 1 : -1]]
+                    self._fetch_end(remote, places, domain, reader)
                     return
             except InvalidTurn as err:
                 log.warning("a turn of the remote is not taken: %s", err)
+
+    def _fetch_end(self, remote: Remote, places: Sequence[TurnPlace], domain: Domain, reader: RemoteReader) -> None:
+        """Fetch the state of the first of these turns that has one, if that is sooner than to read its tokens."""
+        body = self._within(FETCH_S, lambda: find_end(remote, places, reader))
+        if body is None:
+            return
+        ms_per_token = FIRST_MS_PER_TOKEN if reader.ms_per_token is None else reader.ms_per_token
+        tokens = body.position - self._position(body, domain, reader)
+        if not fetching_is_sooner(body.nbytes, tokens, self._bandwidth.bytes_per_s, ms_per_token):
+            log.debug("the state of turn %s is not fetched: to read %d tokens is sooner", body.turn, tokens)
+            return
+        started, within_s = time.monotonic(), max(LEAST_S, tokens * ms_per_token / 1e3)
+        try:
+            pack = self._within(within_s, lambda: remote.packs.get(body.pack, body.nbytes))
+            take_end(self._store.of(domain), body, pack, reader)
+        except _TookLong:
+            log.warning("the state of turn %s is read again: it did not come within %.1f s", body.turn, within_s)
+        finally:
+            self._bandwidth.add(body.nbytes, time.monotonic() - started)
+
+    def _position(self, body: EndBody, domain: Domain, reader: RemoteReader) -> int:
+        """Return the position from which a turn's ids would be read without the remote's state."""
+        with self._store.of(domain).snapshot() as stored:
+            one = stored.turn(body.turn)
+            found, *_ = stored.resume(reader.maker.scope, one.ids, one.stem, body.session)
+        return 0 if found is None else found.start
 
     def _may_ask(self) -> bool:
         with self._lock:
@@ -233,7 +333,7 @@ class Link:
         try:
             found, err = done.get(timeout=seconds)
         except queue.Empty:
-            raise RemoteError(f"the remote did not answer within {seconds:g} s") from None
+            raise _TookLong(f"the remote did not answer within {seconds:g} s") from None
         if err is not None:
             raise err
         return found  # type: ignore[return-value]
@@ -262,8 +362,33 @@ class Link:
         if before:
             log.warning("the remote is reached again")
 
+    def _remember(self) -> None:
+        """Note the conversations that were used last, whose ends the daemon before this one may not have sent."""
+        with contextlib.suppress(StoreError):
+            for session in self._store.sessions(REMEMBERED):
+                self._resting.note(session.id)
+
+    def _send_ends(self, remote: Remote) -> None:
+        """Send the states of ends that have rested; of all that are noted if the daemon ends. Raises nothing.
+
+        One that cannot be sent rests again: a disk that is too full for a state may have room for text.
+        """
+        for session in self._resting.take(all_=self._stopped.is_set()):
+            if time.monotonic() > self._ends_at:
+                return
+            try:
+                send_end(self._store, remote, session)
+            except RemoteError as err:
+                log.warning("the state of session %s is not sent to the remote now: %s", session, err)
+                self._resting.note(session)
+                if self._stopped.is_set():
+                    return
+            except StoreError as err:
+                log.warning("the state of session %s is not sent to the remote: %s", session, err)
+
     def _run(self) -> None:
         looked = -LOOK_S
+        self._remember()
         while True:
             self._wake.clear()
             wait_s = LOOK_S
@@ -272,8 +397,10 @@ class Link:
                 if time.monotonic() - looked >= LOOK_S:
                     purge(self._store, remote)
                     looked = time.monotonic()
-                send(self._store, remote, lambda: time.monotonic() > self._ends_at)
+                send(self._store, remote, lambda: time.monotonic() > self._ends_at, self._resting.note)
                 self._well()
+                self._send_ends(remote)
+                wait_s = min(wait_s, self._resting.wait_s)
             except StoreError as err:
                 self._failed(err)
                 wait_s = OFFLINE_S

@@ -52,6 +52,19 @@ class RemoteTurn:
     body: bytes
 
 
+class Blobs(Protocol):
+    """The packs of a remote, each named by the BLAKE2b-256 of its bytes. All methods raise RemoteError."""
+
+    def there(self, name: str) -> bool:
+        """Return True if there is a pack of this name. Its bytes are checked when they are read."""
+
+    def put(self, parts: Sequence[bytes | memoryview]) -> str:
+        """Keep a pack, given in parts, durably. Returns its name."""
+
+    def get(self, name: str, nbytes: int) -> bytes:
+        """Return a pack of so many bytes. Raises InvalidTurn if it is not there, or not what its name says."""
+
+
 class Remote(Protocol):
     """A place through which machines share conversations. All methods raise RemoteError; each can be called again."""
 
@@ -72,3 +85,16 @@ class Remote(Protocol):
 
     def buried(self) -> Collection[str]:
         """Return the sessions and the turns that were buried."""
+
+    @property
+    def packs(self) -> Blobs:
+        """Return the packs that hold states."""
+
+    def end(self, place: TurnPlace) -> bytes | None:
+        """Return the row of the state at the end of a turn; None if there is none. Raises InvalidTurn."""
+
+    def ends(self, session: str) -> list[str]:
+        """List the turns of a session that have a state, in no order."""
+
+    def publish_end(self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str]) -> None:
+        """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`."""

@@ -31,6 +31,7 @@ from ssmd.sessions.rows.holding import add_stored_bytes
 from ssmd.sessions.rows.parts import segments_of
 from ssmd.sessions.rows.schema import by, checkpoint, checkpoint_segment, layout, piece, seen, segment, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
+from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import as_they_are
 from ssmd.sessions.sealing import SEALS, Seal
 from ssmd.sessions.turn import StoreError
@@ -88,9 +89,13 @@ _MADE = update(checkpoint).where(_c.id.in_(bindparam("some", expanding=True)))
 _MADE = _MADE.values(created_at=bindparam("now"), last_used_at=bindparam("now"))
 _ROWS = segments_of(bindparam("checkpoint"), segment.c.id, segment.c.first, segment.c.last, segment.c.checksum)
 _IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
+# A state from a remote has its session as its origin: it serves that one, and forks that begin in it.
+_BEGAN: Any = select(turn_table.c.session).join(session_table, session_table.c.root == turn_table.c.id)
+_BEGAN = _BEGAN.where(session_table.c.id == bindparam("session")).scalar_subquery()
+_ITS_ORIGIN = or_(_c.origin == "", _c.origin == _IMPORTED, _c.origin == bindparam("session"), _c.origin == _BEGAN)
 _FITTING = (
     select(_c.id, _c.key, _c.position, _c.build, _c.producer, _c.origin)
-    .where(_c.key.in_(bindparam("keys", expanding=True)), or_(_c.origin == "", _c.origin == _IMPORTED), seen(_c.owner))
+    .where(_c.key.in_(bindparam("keys", expanding=True)), _ITS_ORIGIN, seen(_c.owner))
     .order_by(_c.position.desc(), (_c.build == bindparam("build")).desc(), _c.origin)
 )
 

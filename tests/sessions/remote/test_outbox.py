@@ -15,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from keeping import LINEAGE, VOCABULARY, Chat, new_store, user
+from keeping import BUILD, HYBRID, LINEAGE, PRODUCER, VOCABULARY, Chat, new_store, user
 
+from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.remote.ends import RemoteReader
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import Link, send
 from ssmd.sessions.remote.remote import RemoteError, TurnPlace
@@ -31,6 +33,7 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
 HERE = Path(__file__).parents[2]
+READER = RemoteReader(Maker(Scope(HYBRID.digest(), LINEAGE, BUILD), PRODUCER, HYBRID), VOCABULARY)
 
 
 def rows(store: Store) -> list[tuple[str, str | None, bool]]:
@@ -144,7 +147,7 @@ def test_a_remote_that_hangs_holds_nothing_up(store: Store, remote: FolderRemote
     link.connect()
     said = [user("hi"), replace(user("hello"), role="assistant"), user("more")]
     for _ in range(20):
-        link.bring(said, store.domain, None, {})
+        link.bring(said, store.domain, None, READER)
     assert hanging.asked == 1  # it is not asked again
     assert link.problem == "unreachable"
 
@@ -154,6 +157,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from keeping import Chat, open_store
+from ssmd.sessions.remote.ends import RemoteReader
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import Link
 store = open_store(Path({data!r}))

@@ -47,6 +47,12 @@ class Machine:
     def sent(self) -> None:
         until(lambda: self.remote()["waiting"] == 0 and self.remote()["status"] == "ok")
 
+    def killed(self) -> None:
+        """Kill the daemon when all is sent, and start it again."""
+        self.sent()
+        self.daemon.kill()
+        self.daemon.start()
+
     def turns(self, session: str) -> list[Turn]:
         store = Store.open(self.data)
         try:
@@ -104,6 +110,48 @@ def test_a_conversation_goes_on_at_either_daemon(artifacts: TinyArtifacts, tmp_p
         a.sent()
     assert [t.parent is None for t in a.turns(session)] == [True] + [False] * 4
     assert said_in(a.turns(session)) == said
+    for one in (a, b):
+        assert not check(one.data).damages
+
+
+@pytest.mark.parametrize("model", [pytest.param("granite-f32", marks=pytest.mark.full), "mamba-f32"])
+def test_a_state_goes_where_the_conversation_goes(
+    model: str, artifacts: TinyArtifacts, tmp_path: Path, folder: Path
+) -> None:
+    """Each daemon is killed in turn, then both go on without the folder. All that was fed before is cached there."""
+    said: Messages = []
+
+    def ends() -> list[str]:
+        return [file.name for file in folder.glob("ends/*/*/*")]
+
+    def moved(here: Machine, there: Machine, said: Messages) -> dict[str, Any]:
+        """Wait until the state of the last turn is in the remote, kill its daemon, and go on at the other one."""
+        turn = here.turns(session)[-1]
+        until(lambda: turn.id in ends())
+        here.killed()
+        own = there.say(said, "And then?")
+        print(f"{model}: {own['cached']} cached tokens of {len(turn.ids)}, {own['resume']}")
+        assert own["session"] == session
+        assert (own["cached"], own["resume"]) == (len(turn.ids) - 1, "exact")  # the last token is fed next
+        return own
+
+    with machines(tmp_path, artifacts[model], folder) as (a, b):
+        session = a.say(said, "Tell me of a river. " + "It flows, and it bends. " * 12)["session"]
+        moved(a, b, said)
+        moved(b, a, said)
+        assert len(ends()) == 1
+        a.sent()
+        at_b = list(said)
+        away = folder.rename(tmp_path / "away")
+        b.say(at_b, "In winter?")
+        a.say(list(said), "In summer?")
+        until(lambda: a.remote()["status"] == b.remote()["status"] == "unreachable")
+        away.rename(folder)
+        for one in (a, b):
+            one.daemon.stop()
+            one.daemon.start()
+        moved(b, a, at_b)
+        a.sent()
     for one in (a, b):
         assert not check(one.data).damages
 
