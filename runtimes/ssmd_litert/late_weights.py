@@ -2,18 +2,20 @@
 
 A converter's writer puts the whole file together in memory, and a quantizer holds it there again, so they would take
 several times the weights. Here both see only the graphs. While the converter traces, a large parameter is memory that
-takes no room (ssmd/families/weights.py). Before it writes its file, each such constant is emptied. For the quantizer a
-few rows of numbers stand for it. Then its own shape comes back, and the editor (modelfile.py) writes its values where
-they belong, by blocks of rows, in the encoding that the quantizer chose.
+takes no room (ssmd/families/weights.py). Before it writes its file, each such constant is emptied, and a matrix gets a
+small shape: by their shapes the writer decides that a file is above 2 GiB, and then takes no empty constant. For the
+quantizer a few rows of numbers stand for it. Then its own shape comes back, and the editor (modelfile.py) writes its
+values where they belong, by blocks of rows, in the encoding that the quantizer chose.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ def export(converted: Any, module: Any, file: Path) -> Names:
     Returns the parameters by their tensors. Raises BuildError if one of them is not found whole.
     """
     parameters: Parameters = module.late
-    graphs = _emptied(converted._exporter.module, {getattr(module, n).data_ptr(): n for n in parameters.late})
+    graphs = _emptied(converted._exporter.module, module)
     with _without_stderr():  # where the writer says of every emptied constant that it is empty
         converted.export(str(file))
     model = load(file)
@@ -73,7 +75,7 @@ def export(converted: Any, module: Any, file: Path) -> Names:
     names: Names = {}
     for place, (graph, expected) in enumerate(zip(model.subgraphs, graphs, strict=True)):
         tensors = [t for t in graph.tensors if t.buffer in emptied]
-        shapes = [parameters.late[name] for name in expected]
+        shapes = [_emptied_shape(parameters, name) for name in expected]
         if [tuple(map(int, t.shape)) for t in tensors] != shapes:
             raise BuildError(f"litert-torch has not stored the large weights where they can be found; {OTHER}")
         for tensor, name in zip(tensors, expected, strict=True):
@@ -134,16 +136,17 @@ def unwritten() -> Iterator[None]:
         module._clamp_inf_values = before
 
 
-def _emptied(operation: Any, names: Mapping[int, str]) -> list[list[str]]:
-    """Replace the values of the converter's constants that are parameters by nothing.
+def _emptied(operation: Any, module: Any) -> list[list[str]]:
+    """Replace the values of the converter's constants that are large parameters of `module` by nothing.
 
-    names: of parameters, by address. Returns the parameters of each graph in order.
+    Each gets its `_emptied_shape`. Returns the parameters of each graph in order.
     """
     from litert_converter.mlir import ir
 
+    names = {getattr(module, name).data_ptr(): name for name in module.late.late}
     graphs: list[list[str]] = []
     empty: dict[str, Any] = {}
-    with operation.context:
+    with operation.context, operation.location:
         for graph in operation.regions[0].blocks[0].operations:
             if "sym_name" not in graph.attributes or not len(graph.regions):
                 continue
@@ -158,12 +161,22 @@ def _emptied(operation: Any, names: Mapping[int, str]) -> list[list[str]]:
                     continue
                 if name not in empty:
                     nothing = np.zeros(_NOTHING, np.float32).data
-                    kind = op.results[0].type
+                    kind = ir.RankedTensorType.get(_emptied_shape(module.late, name), ir.F32Type.get())
                     empty[name] = ir.DenseResourceElementsAttr.get_from_buffer(nothing, f"late_{name}", kind)
                 op.attributes["value"] = empty[name]
+                op.results[0].set_type(empty[name].type)
                 found.append(name)
             graphs.append(found)
     return graphs
+
+
+def _emptied_shape(parameters: Parameters, name: str) -> tuple[int, ...]:
+    """Return the shape of an emptied parameter: a matrix has rows and columns divided alike, as its products check."""
+    shape = parameters.late[name]
+    common = math.gcd(*shape)
+    if len(shape) != 2 or common % 2:
+        return shape
+    return shape[0] // common * 2, shape[1] // common * 2
 
 
 def _within(operation: Any) -> Iterator[Any]:

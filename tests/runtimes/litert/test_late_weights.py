@@ -88,10 +88,36 @@ def the_file_is_the_same(folder: Path) -> None:
         assert files[1].read_bytes() == files[0].read_bytes(), quantization
 
 
+class Large(nn.Module):  # type: ignore[misc] # PyTorch is untyped here
+    """Weights that together have more bytes in float32 than the converter's writer takes: 2 GiB."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__()
+        self.late = parameters
+        for name, array in parameters.items():
+            self.register_parameter(name, nn.Parameter(torch.from_numpy(array), requires_grad=False))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = nn.functional.embedding(tokens, self.table)
+        return nn.functional.linear(nn.functional.linear(h, self.inner), self.head)
+
+
+def weights_above_2_gib_are_written(folder: Path) -> None:
+    row = np.linspace(-1, 1, 512, dtype=np.float32)
+    shapes = {"table": (600_000, 512), "inner": (512, 512), "head": (600_000, 512)}
+    bindings = {name: given(partial(np.broadcast_to, row, shape)) for name, shape in shapes.items()}
+    late = Parameters(bindings, SeededSource({}, 1))
+    module = Large(late)
+    names = late_weights.export(converted(module), module, folder / "large.f32")
+    assert set(names.values()) == set(shapes)
+    assert (folder / "large.f32").stat().st_size < 1 << 20
+
+
 def test_what_the_converter_writes(tmp_path: Path) -> None:
     """In a process of its own: the converter raises Python's recursion limit and brings JAX, which forbids to fork."""
-    call = f"test_late_weights.{the_file_is_the_same.__name__}(Path(sys.argv[2]))"
-    code = f"import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); import test_late_weights; {call}"
+    calls = "; ".join(f"t.{case.__name__}(folder)" for case in (the_file_is_the_same, weights_above_2_gib_are_written))
+    code = "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); folder = Path(sys.argv[2])\n"
+    code += f"import test_late_weights as t; {calls}"
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
