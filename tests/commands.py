@@ -1,9 +1,9 @@
 """The command `ssmd`, each time in a process of its own, forked from one that has imported what every command imports.
 
 That takes a quarter of the processor time of `python -m ssmd`: most of a short command's life is imports, and of a
-daemon's until it is ready. What reads the environment when it is imported (huggingface_hub) is left to the command, and
-so are the runtimes' libraries. Run as a script this file is that process. Windows cannot fork: there each command is a
-process from its beginning.
+daemon's until it is ready. The table of commands is made once too. Left to the command are the runtimes' libraries and
+what reads the environment when it is imported (huggingface_hub). Run as a script this file is that process. Windows
+cannot fork: there each command is a process from its beginning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _ONE_AT_A_TIME = threading.Lock()
 _IMPORTED = (
     "ssmd.cli",
     *("ssmd.config", "ssmd.installed", "ssmd.families.registry", "ssmd.refit.catalog", "ssmd.model.smollm2"),
-    *("httpx2", "rich.console", "typer.rich_utils", "filelock", "yaml"),
+    *("httpx2", "rich.console", "typer.rich_utils", "filelock", "yaml", "numpy.random", "typer._click.decorators"),
+    *("ssmd.cli.chat.loop", "ssmd.cli.chat.talk", "ssmd.cli.chat.peer", "ssmd.cli.chat.here", "encodings.utf_8_sig"),
     *(
         "ssmd.server",
         "ssmd.app",
@@ -182,6 +183,7 @@ def _serve() -> dict[str, Any] | None:
     files.set_inheritable(False)
     for name in _IMPORTED:
         __import__(name)
+    _make_table_once()
     gc.freeze()  # what is here stays: no fork has to look at it, which would copy it
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
@@ -195,6 +197,17 @@ def _serve() -> dict[str, Any] | None:
             return asked
         print(json.dumps(_ended(child, asked["timeout"]) if "folder" in asked else child), flush=True)
     return None
+
+
+def _make_table_once() -> None:
+    """Make the commands of `ssmd.cli.app` here. Typer would make all 44 in each command, from their annotations."""
+    import typer.main
+
+    from ssmd.cli import app
+
+    of = typer.main.get_command
+    made = of(app)
+    typer.main.get_command = lambda typer_instance: made if typer_instance is app else of(typer_instance)
 
 
 def _forked_apart(files: list[int]) -> int:
