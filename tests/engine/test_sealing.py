@@ -208,19 +208,6 @@ def test_sealed_states_give_way_first(engine: OwnEngine, store: Store, monkeypat
     assert kept.usage.cached_tokens >= stored.usage.prompt_tokens - 1
 
 
-def test_sealed_states_outlive_sessions_used_earlier(engine: OwnEngine, store: Store) -> None:
-    """A full store is a daemon's usual state: other conversations' turns must not take each one that is sealed."""
-    assert engine.writer is not None
-    stored = ask(engine, user("Keep this."))
-    engine.writer.flush()
-    older = store.bytes_stored()
-    first = ask(engine, SYSTEM, user("Who is there?"), **KEPT)
-    engine.writer.flush()
-    assert set(store.collect(store.bytes_stored() - older).sessions) == {stored.usage.session}
-    again = ask(engine, *talk_after(first), **KEPT)
-    assert again.usage.cached_tokens >= first.usage.prompt_tokens // 2, "its newest states, thinned out"
-
-
 def test_a_long_talk_keeps_its_end_and_its_beginning(
     engine: OwnEngine, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

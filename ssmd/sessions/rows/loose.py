@@ -78,7 +78,6 @@ class LooseCheckpoint:
     owner: str
     recurrent_nbytes: int
     nbytes: int  # freed by its removal, if those that come before it in the order are removed
-    used: int  # the last use of it or of a state that grew from it, microseconds since 1970; 0 if thinned out
 
 
 def in_order(connection: Connection, *, sealed: bool) -> list[LooseCheckpoint]:
@@ -102,7 +101,7 @@ def in_order(connection: Connection, *, sealed: bool) -> list[LooseCheckpoint]:
             below[parent][number] = None
     order: list[LooseCheckpoint] = []
 
-    def give(number: int, used: int) -> None:
+    def give(number: int) -> None:
         heirs, parent = below.pop(number), above[number]
         freed = rows[number].recurrent_nbytes
         if heirs:
@@ -114,7 +113,7 @@ def in_order(connection: Connection, *, sealed: bool) -> list[LooseCheckpoint]:
         if parent is not None:
             below[parent].pop(number, None)
             below[parent] |= heirs
-        order.append(LooseCheckpoint(number, rows[number].owner, rows[number].recurrent_nbytes, freed, used))
+        order.append(LooseCheckpoint(number, rows[number].owner, rows[number].recurrent_nbytes, freed))
 
     def gap(number: int, end: int) -> int:
         """Return the tokens from the state above one to a position."""
@@ -124,7 +123,7 @@ def in_order(connection: Connection, *, sealed: bool) -> list[LooseCheckpoint]:
     for row in sorted(rows.values(), key=lambda row: (came_back[row.id], used[row.id], row.position, row.id)):
         nearest = min((rows[heir].position for heir in below[row.id]), default=None)
         if row.recurrent_nbytes and nearest is not None and gap(row.id, nearest) * THIN <= row.position:
-            give(row.id, 0)
+            give(row.id)
 
     def turn_of(number: int) -> tuple[int, bool, bool, float, int]:
         row = rows[number]
@@ -134,7 +133,7 @@ def in_order(connection: Connection, *, sealed: bool) -> list[LooseCheckpoint]:
         return used[number], is_end, came_back[number], apart, number
 
     for number in sorted(below, key=turn_of):
-        give(number, used[number])
+        give(number)
     return order
 
 

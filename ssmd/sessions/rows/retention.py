@@ -1,19 +1,17 @@
 """Retention: the checkpoints of all sessions together never take more than the quota. It picks which to remove first.
 
-First the old checkpoints thin out: those of requests with "store": false, which belong to no session, and then session
-by session, the least recently used one first. If that is not enough, such conversations go and sessions are emptied,
-again the least recently used one first. Of an age, states go first that no request came back to. Pinned sessions keep
-all. Turns stay; without a checkpoint they are read again.
+First those go that belong to no session, of requests with "store": false. Then the old checkpoints thin out, session by
+session, the least recently used one first. If that is not enough, sessions are emptied of the rest in the same order.
+Of an age, states go first that no request came back to. Pinned sessions keep all. Turns stay; without a checkpoint they
+are read again.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection, Integer, bindparam, cast, delete, func, select, update
+from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import loose, tree
@@ -117,45 +115,35 @@ def make_room(
     dry_run: only links are removed, and the caller rolls back.
     """
     freed = FreedSpace()
-    listed = loose.in_order(connection, sealed=True) if needed > 0 else []
-    sealed = deque(one for one in listed if one.id not in keep)
-
-    def take_sealed(before: float) -> None:
-        """Take those of conversations that were last used until then, in the order in which they give way."""
-        while sealed and freed.nbytes < needed and sealed[0].used <= before:
-            _take_sealed(connection, sealed.popleft(), freed)
-
-    take_sealed(0)
+    _take_sealed(connection, needed, keep, freed)
     s = session_table.c
     for level in (EVERYTHING, THINNED):
-        ready = (
-            select(s.id, cast(s.last_used_at, Integer).label("used"))
-            .where(s.pinned.is_(False), s.retained == level)
-            .order_by(s.last_used_at, s.id)
-        )
+        ready = select(s.id).where(s.pinned.is_(False), s.retained == level).order_by(s.last_used_at, s.id)
         passed: list[str] = []  # sessions that `keep` holds back
         wanted = needed + ahead if level == EVERYTHING else needed
         while freed.nbytes < wanted:
-            first = connection.execute(ready.limit(len(passed) + 1)).all()
-            oldest = next((row for row in first if row.id not in passed), None)
-            if oldest is None:
+            first = connection.scalars(ready.limit(len(passed) + 1))
+            session_id = next((one for one in first if one not in passed), None)
+            if session_id is None:
                 break
-            if level == THINNED:
-                take_sealed(oldest.used)
-            if freed.nbytes < wanted and not _take(connection, oldest.id, level, wanted - freed.nbytes, keep, freed):
-                passed.append(oldest.id)
-    take_sealed(math.inf)
+            if not _take(connection, session_id, level, wanted - freed.nbytes, keep, freed):
+                passed.append(session_id)
     if not dry_run:
         _remove(connection, freed)
     return freed
 
 
-def _take_sealed(connection: Connection, one: loose.LooseCheckpoint, freed: FreedSpace) -> None:
-    rows = checkpoint_rows.rows_of_one(connection, one.id)
-    connection.execute(delete(checkpoint_segment).where(checkpoint_segment.c.checkpoint == one.id))
-    freed.nbytes += one.recurrent_nbytes + sum(size for _, size in rows)
-    freed.checkpoints.append(one.id)
-    freed.segments += [number for number, _ in rows]
+def _take_sealed(connection: Connection, needed: int, keep: Collection[int], freed: FreedSpace) -> None:
+    """Take sealed checkpoints in the order in which they give way, until `needed` bytes are free."""
+    for one in loose.in_order(connection, sealed=True) if needed > 0 else ():
+        if freed.nbytes >= needed:
+            return
+        if one.id not in keep:
+            rows = checkpoint_rows.rows_of_one(connection, one.id)
+            connection.execute(delete(checkpoint_segment).where(checkpoint_segment.c.checkpoint == one.id))
+            freed.nbytes += one.recurrent_nbytes + sum(size for _, size in rows)
+            freed.checkpoints.append(one.id)
+            freed.segments += [number for number, _ in rows]
 
 
 def _take(
