@@ -139,6 +139,7 @@ def list_models(
 
 def _list_available(folder: Path, *, as_json: bool) -> None:
     """List the models of the catalogue: what a pull fetches, about, and takes of disk and memory for each runtime."""
+    from ssmd.hub.wheel import package_bytes
     from ssmd.installed import places
     from ssmd.machine.memory import available
     from ssmd.machine.size import show_size
@@ -151,7 +152,7 @@ def _list_available(folder: Path, *, as_json: bool) -> None:
         for runtime in targets():
             disk = catalog.disk_of(name, runtime)
             if disk is not None:
-                sizes = {"download_bytes": catalog.download_of(name), "bytes": disk}
+                sizes = {"download_bytes": package_bytes(name) or catalog.download_of(name), "bytes": disk}
                 sizes["memory_bytes"] = catalog.memory_of(disk)
                 forms = {file.stem.partition("@")[2] for file in catalog.files(runtime, name)}
                 rows.append((name, runtime, sizes, any((name, form) in there for form in forms)))

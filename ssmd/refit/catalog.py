@@ -18,7 +18,6 @@ from ssmd.families.registry import family_of
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.progress import Progress, staged
 from ssmd.machine.spelling import meant
-from ssmd.model import smollm2
 from ssmd.model.artifact import GOLDEN, Artifact, seal
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source
@@ -233,14 +232,11 @@ def origin_of(name: str) -> str:
 
 @cache
 def download_of(name: str) -> int:
-    """Return about the bytes that a pull of a model with a shipped graph fetches. Raises GraphError or StrippedError.
+    """Return about the bytes that a pull of a model with a shipped graph fetches from a hub.
 
-    They are WEIGHT_BYTES for each weight; of SmolLM2, the size of its package. A hub's own list has the exact number.
+    They are WEIGHT_BYTES for each weight; a hub's own list has the exact number, and hub/wheel.py that of a package.
+    Raises GraphError or StrippedError.
     """
-    from ssmd.hub.wheel import SMOLLM2
-
-    if name == smollm2.NAME:
-        return SMOLLM2.file.size
     config = StrippedGraph.open(files(name=name)[0]).header.config
     family = family_of(config)
     bindings = family.bindings(family.parse(config)).values()

@@ -21,6 +21,7 @@ from ssmd.api.operation import Service
 from ssmd.daemon.pulls import MOST, Pulls, TooManyPulls
 from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejection
+from ssmd.hub.wheel import package_bytes
 from ssmd.machine.spelling import meant
 from ssmd.refit import catalog
 from ssmd.refit.graphfile import StrippedGraph
@@ -153,7 +154,8 @@ def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row = {"runtime": runtime, "installed": here, "usable": problem is None, "problem": problem}
             nbytes = catalog.disk_of(name, runtime)
             made.append(row | {"bytes": nbytes, "memory_bytes": None if nbytes is None else catalog.memory_of(nbytes)})
-        about = {"about": _ABOUT.get(name), "base": name in BASE, "download_bytes": catalog.download_of(name)}
+        fetched = package_bytes(name) or catalog.download_of(name)
+        about = {"about": _ABOUT.get(name), "base": name in BASE, "download_bytes": fetched}
         entries.append({"name": name, "family": family, "origin": origin, **about, "runtimes": made})
     return entries
 
