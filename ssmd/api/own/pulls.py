@@ -21,7 +21,6 @@ from ssmd.api.operation import Service
 from ssmd.daemon.pulls import MOST, Pulls, TooManyPulls
 from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejection
-from ssmd.hub.wheel import package_bytes
 from ssmd.machine.spelling import meant
 from ssmd.refit import catalog
 from ssmd.refit.graphfile import StrippedGraph
@@ -141,6 +140,8 @@ def _runtimes_of(name: str) -> list[str]:
 
 def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each model, as this computer can use it. found: the rows of its runtimes."""
+    from ssmd.hub.wheel import package_bytes  # here, as the hub's client reads the environment, and takes its time
+
     there = [(model.name, model.found.manifest) for model in host.shelf.models()]
     entries = []
     for name in catalog.names():
