@@ -394,18 +394,20 @@ class Link:
     def _send_ends(self, remote: Remote) -> None:
         """Send the states of ends that have rested; of all that are noted if the daemon ends. Raises nothing.
 
-        One that cannot be sent rests again: a disk that is too full for a state may have room for text.
+        If one cannot be sent, all rest again, and that one is the last of them: a disk that is too full for a state
+        may have room for text.
         """
-        for session in self._resting.take(all_=self._stopped.is_set()):
+        ends = self._resting.take(all_=self._stopped.is_set())
+        for n, session in enumerate(ends):
             if time.monotonic() > self._ends_at:
                 return
             try:
                 send_end(self._store, remote, session)
             except RemoteError as err:
                 log.warning("the state of session %s is not sent to the remote now: %s", session, err)
-                self._resting.note(session)
-                if self._stopped.is_set():
-                    return
+                for one in (*ends[n + 1 :], session):
+                    self._resting.note(one)
+                return
             except StoreError as err:
                 log.warning("the state of session %s is not sent to the remote: %s", session, err)
 
@@ -414,7 +416,7 @@ class Link:
         self._remember()
         while True:
             self._wake.clear()
-            wait_s = LOOK_S
+            last, wait_s = self._stopped.is_set(), LOOK_S
             try:
                 remote = self._opened()
                 if time.monotonic() - looked >= LOOK_S:
@@ -430,7 +432,7 @@ class Link:
             except Exception:
                 log.exception("sending to the remote failed")
                 wait_s = OFFLINE_S
-            if self._stopped.is_set():
+            if last:
                 return
             if wait_s == OFFLINE_S:
                 self._stopped.wait(wait_s)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from sessions.remote.test_ends import SECOND, Roaming, until
 from ssmd.sessions.remote import link as link_module
 from ssmd.sessions.remote.ends import send_end
 from ssmd.sessions.remote.link import FIRST_BYTES_PER_S, Link, send
+from ssmd.sessions.remote.remote import RemoteError
 from ssmd.text.messages import Message
 
 
@@ -126,3 +129,53 @@ def test_a_state_beyond_memory_leaves_the_text(roaming: Roaming, monkeypatch: py
     bring(link, roaming)
     assert [t.id for t in roaming.b.turns("ses_1")] == ["t1", "t2"]
     assert asks(link)
+
+
+def test_a_full_remote_is_tried_with_one_state(
+    roaming: Roaming, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In each round another one, so that one which fails for ever holds no other up."""
+    for n in range(2, 5):
+        another(roaming, f"ses_{n}")
+    tried: list[str] = []
+
+    def full(store: object, remote: object, session: str) -> int:
+        tried.append(session)
+        raise RemoteError("its disk is full")
+
+    now = [0.0]
+    link = Link(roaming.a, lambda: roaming.remote, lambda: now[0])
+    link._remember()
+    monkeypatch.setattr(link_module, "send_end", full)
+    with caplog.at_level(logging.WARNING):
+        for round_ in range(1, 5):
+            now[0] += 10
+            link._send_ends(roaming.remote)
+            assert len(tried) == round_
+    assert len(set(tried)) == 4
+
+
+def test_a_daemon_that_stops_sends_all_ends(roaming: Roaming, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its thread is at the state of another conversation then."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> int:
+        began.set()
+        go_on.wait(60)
+        return send_end(*args)
+
+    monkeypatch.setattr(link_module, "send_end", slow)
+    now = [0.0]
+    link = Link(roaming.a, lambda: roaming.remote, lambda: now[0])
+    link.start()
+    time.sleep(0.2)
+    now[0] += 10
+    link._wake.set()
+    began.wait(60)
+    Chat(roaming.a, "ses_2").say("o1", None, "Another.", "Yes.")
+    closing = threading.Thread(target=link.close)
+    closing.start()
+    until(link._stopped.is_set)
+    go_on.set()
+    closing.join()
+    assert roaming.remote.ends("ses_2") == ["o1"]
