@@ -43,6 +43,7 @@ _MAX_FOUND = 256  # turns of one chain that are looked at
 _MAX_NAMES = 1_000_000  # files of one folder that are looked at
 _PART = ".part-"  # begins the name of a file that is not whole yet
 _PACK = re.compile("[0-9a-f]{64}")
+_NO_FILE = (errno.EINVAL, errno.ELOOP, errno.EISDIR)  # of `_read`: a device, a link, a folder
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _WORDS = {
     errno.ENOSPC: "its disk is full",
@@ -242,11 +243,15 @@ class FolderRemote:
         return self.root / "ends" / hashlib.blake2b(session.encode(), digest_size=1).hexdigest() / session
 
     def _pack_of(self, folder: Path, turn: str) -> str | None:
-        """Return the pack that a state's row names, of any version; None without one."""
+        """Return the pack that a state's row names, of any version; None without one. Raises OSError."""
         try:
             head, _ = _parted(_read(folder / turn, MAX_ROW_BYTES), TurnPlace(folder.name, turn))
-        except (OSError, InvalidTurn):
+        except InvalidTurn:
             return None
+        except OSError as err:
+            if err.errno in (errno.ENOENT, *_NO_FILE):
+                return None
+            raise  # a row that cannot be read now may name any pack
         pack = str(head.get("pack"))
         return pack if _PACK.fullmatch(pack) else None
 
@@ -273,14 +278,11 @@ class FolderRemote:
             os.close(os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOLINK, 0o600))
             now = clock.lstat().st_mtime
             clock.unlink()
-            found = [
-                (part / name, name, (part / name).lstat())
-                for part in self._folders(packs)
-                for name in islice(self._names(part), _MAX_NAMES)
-            ]
-            ends = (one for part in self._folders(self.root / "ends") for one in self._folders(part))
-            named = {self._pack_of(one, turn) for one in ends for turn in self._names(one) if _is_id(turn)}
-            for path, name, about in found:
+            found = [one for part in self._folders(packs) for one in self._about(part)]
+            ends = [one for part in self._folders(self.root / "ends") for one in self._folders(part)]
+            named = {self._pack_of(one, path.name) for one in ends for path, _ in self._about(one) if _is_id(path.name)}
+            for path, about in found:
+                name = path.name
                 ours = _PACK.fullmatch(name) or name.startswith(_PART)
                 if ours and name not in named and now - about.st_mtime > SWEPT_S:
                     count, nbytes = count + 1, nbytes + about.st_size
@@ -290,8 +292,16 @@ class FolderRemote:
 
     def _folders(self, folder: Path) -> list[Path]:
         """List the folders in a folder below the root. Links are left out."""
-        found = [folder / name for name in islice(self._names(folder), _MAX_NAMES)]
-        return [one for one in found if stat.S_ISDIR(one.lstat().st_mode)]
+        return [path for path, about in self._about(folder) if stat.S_ISDIR(about.st_mode)]
+
+    def _about(self, folder: Path) -> list[tuple[Path, os.stat_result]]:
+        """List what a folder below the root contains. Other machines rename and remove files meanwhile."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):  # the folder itself
+            for name in islice(self._names(folder), _MAX_NAMES):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((folder / name, (folder / name).lstat()))
+        return found
 
     def buried(self) -> Collection[str]:
         """Return the sessions and the turns that were buried."""

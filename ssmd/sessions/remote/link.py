@@ -40,6 +40,7 @@ ENDS_ASKED = 4  # last turns of a fetched path that are asked for a state
 FIRST_BYTES_PER_S = 12.5e6  # of a remote, until packs were fetched: 100 Mbit/s
 FIRST_MS_PER_TOKEN = 1.5  # of reading, until the model has read something
 LEAST_S = 1.0  # s that a fetch may take, however soon reading would end
+MOST_S = 30.0  # s that a fetch may take, however many tokens its row names
 MAX_ASKED = 64  # chains of a request that are looked up, the last ones
 _AT_ONCE = 50  # rows of the outbox that are sent before they are removed
 _T = TypeVar("_T")
@@ -146,8 +147,8 @@ class Bandwidth:
 
 
 def fetching_is_sooner(nbytes: int, tokens: int, bytes_per_s: float, ms_per_token: float) -> bool:
-    """Return True if fetching a state takes less time than reading the tokens that it saves."""
-    return nbytes / bytes_per_s < tokens * ms_per_token / 1e3
+    """Return True if fetching a state takes less than MOST_S, and less than reading the tokens that it saves."""
+    return nbytes / bytes_per_s < min(MOST_S, tokens * ms_per_token / 1e3)
 
 
 class RestingEnds:
@@ -194,7 +195,8 @@ class Link:
         self._offline_until = 0.0  # monotonic s
         self._ends_at = math.inf  # monotonic s
         self._problem = ""
-        self._asking: threading.Thread | None = None  # a look-up that has not come back
+        self._late: list[threading.Thread] = []  # look-ups that did not come in time
+        self._fetching = threading.Lock()  # held while a state is in memory, which may take MAX_PACK_BYTES
         self._resting = RestingEnds(clock)  # for the thread alone
         self._bandwidth = Bandwidth()
         self._thread = threading.Thread(target=self._run, name="ssmd-remote", daemon=True)
@@ -286,23 +288,44 @@ class Link:
                 log.warning("a turn of the remote is not taken: %s", err)
 
     def _fetch_end(self, remote: Remote, places: Sequence[TurnPlace], domain: Domain, reader: RemoteReader) -> None:
-        """Fetch the state of the first of these turns that has one, if that is sooner than to read its tokens."""
-        body = self._within(FETCH_S, lambda: find_end(remote, places, reader))
-        if body is None:
-            return
-        ms_per_token = FIRST_MS_PER_TOKEN if reader.ms_per_token is None else reader.ms_per_token
-        tokens = body.position - self._position(body, domain, reader)
-        if not fetching_is_sooner(body.nbytes, tokens, self._bandwidth.bytes_per_s, ms_per_token):
-            log.debug("the state of turn %s is not fetched: to read %d tokens is sooner", body.turn, tokens)
-            return
-        started, within_s = time.monotonic(), max(LEAST_S, tokens * ms_per_token / 1e3)
+        """Fetch the state of the first of these turns that has one, if that is sooner than to read its tokens.
+
+        Raises RemoteError. Whatever else fails, the turns are here, and are read again.
+        """
+        try:
+            body = self._within(FETCH_S, lambda: find_end(remote, places, reader))
+            if body is None:
+                return
+            ms_per_token = FIRST_MS_PER_TOKEN if reader.ms_per_token is None else reader.ms_per_token
+            tokens = body.position - self._position(body, domain, reader)
+            bytes_per_s = self._bandwidth.bytes_per_s
+            if not fetching_is_sooner(body.nbytes, tokens, bytes_per_s, ms_per_token):
+                log.debug("the state of turn %s is not fetched: to read %d tokens is sooner", body.turn, tokens)
+                return
+            within_s = min(MOST_S, max(LEAST_S, tokens * ms_per_token / 1e3))
+            began = time.monotonic()
+            if not self._fetching.acquire(timeout=within_s - body.nbytes / bytes_per_s):
+                log.debug("the state of turn %s is not fetched: another one is fetched meanwhile", body.turn)
+                return
+            try:
+                if self._may_ask():
+                    self._take_end(remote, body, domain, reader, within_s - (time.monotonic() - began))
+            finally:
+                self._fetching.release()
+        except RemoteError:
+            raise
+        except (StoreError, MemoryError) as err:
+            log.warning("a state of the remote is not taken, its turns are read again: %r", err)
+
+    def _take_end(self, remote: Remote, body: EndBody, domain: Domain, reader: RemoteReader, within_s: float) -> None:
+        """Fetch a state and store it, or give it up. Raises RemoteError, StoreError, MemoryError."""
+        began = time.monotonic()
         try:
             pack = self._within(within_s, lambda: remote.packs.get(body.pack, body.nbytes))
             take_end(self._store.of(domain), body, pack, reader)
         except _TookLong:
             log.warning("the state of turn %s is read again: it did not come within %.1f s", body.turn, within_s)
-        finally:
-            self._bandwidth.add(body.nbytes, time.monotonic() - started)
+        self._bandwidth.add(body.nbytes, time.monotonic() - began)
 
     def _position(self, body: EndBody, domain: Domain, reader: RemoteReader) -> int:
         """Return the position from which a turn's ids would be read without the remote's state."""
@@ -313,8 +336,8 @@ class Link:
 
     def _may_ask(self) -> bool:
         with self._lock:
-            stuck = self._asking is not None and self._asking.is_alive()
-            return not stuck and time.monotonic() >= self._offline_until
+            self._late = [thread for thread in self._late if thread.is_alive()]
+            return not self._late and time.monotonic() >= self._offline_until
 
     def _within(self, seconds: float, work: Callable[[], _T]) -> _T:
         """Do a piece of work in a thread, which a file system may hold up. Raises RemoteError if it takes longer."""
@@ -326,13 +349,13 @@ class Link:
             except BaseException as err:
                 done.put((None, err))
 
-        with self._lock:
-            thread = threading.Thread(target=run, name="ssmd-remote-ask", daemon=True)
-            self._asking = thread
+        thread = threading.Thread(target=run, name="ssmd-remote-ask", daemon=True)
         thread.start()
         try:
             found, err = done.get(timeout=seconds)
         except queue.Empty:
+            with self._lock:
+                self._late.append(thread)
             raise _TookLong(f"the remote did not answer within {seconds:g} s") from None
         if err is not None:
             raise err
@@ -371,18 +394,20 @@ class Link:
     def _send_ends(self, remote: Remote) -> None:
         """Send the states of ends that have rested; of all that are noted if the daemon ends. Raises nothing.
 
-        One that cannot be sent rests again: a disk that is too full for a state may have room for text.
+        If one cannot be sent, all rest again, and that one is the last of them: a disk that is too full for a state
+        may have room for text.
         """
-        for session in self._resting.take(all_=self._stopped.is_set()):
+        ends = self._resting.take(all_=self._stopped.is_set())
+        for n, session in enumerate(ends):
             if time.monotonic() > self._ends_at:
                 return
             try:
                 send_end(self._store, remote, session)
             except RemoteError as err:
                 log.warning("the state of session %s is not sent to the remote now: %s", session, err)
-                self._resting.note(session)
-                if self._stopped.is_set():
-                    return
+                for one in (*ends[n + 1 :], session):
+                    self._resting.note(one)
+                return
             except StoreError as err:
                 log.warning("the state of session %s is not sent to the remote: %s", session, err)
 
@@ -391,7 +416,7 @@ class Link:
         self._remember()
         while True:
             self._wake.clear()
-            wait_s = LOOK_S
+            last, wait_s = self._stopped.is_set(), LOOK_S
             try:
                 remote = self._opened()
                 if time.monotonic() - looked >= LOOK_S:
@@ -407,7 +432,7 @@ class Link:
             except Exception:
                 log.exception("sending to the remote failed")
                 wait_s = OFFLINE_S
-            if self._stopped.is_set():
+            if last:
                 return
             if wait_s == OFFLINE_S:
                 self._stopped.wait(wait_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,11 +24,12 @@ from keeping import BUILD, LINEAGE, PRODUCER, SPECS, VOCABULARY, Chat, assert_sa
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.remote import folder as folder_module
 from ssmd.sessions.remote import link as link_module
 from ssmd.sessions.remote.ends import RemoteReader, find_end, send_end, take_end
 from ssmd.sessions.remote.folder import SWEPT_S, FolderRemote
 from ssmd.sessions.remote.link import Bandwidth, Link, RestingEnds, fetching_is_sooner, send
-from ssmd.sessions.remote.remote import InvalidTurn, TurnPlace
+from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, TurnPlace
 from ssmd.sessions.remote.sharing import keep_local, pull_session
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
@@ -364,6 +366,32 @@ def test_a_kill_before_the_row_leaves_no_state(at: str, hybrid: Roaming) -> None
         assert (said["files"], said["removed"], hybrid.remote.packs.there(unnamed)) == (count, removed, not removed)
     assert [file.name for file in hybrid.packs()] == [hybrid.row()["pack"]]
     hybrid.take()
+
+
+def test_a_sweep_bears_files_that_go(hybrid: Roaming, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other machines rename and remove what it has listed."""
+    names = hybrid.remote._names
+
+    def more(folder: Path) -> Any:
+        yield from names(folder)
+        yield "gone"
+
+    monkeypatch.setattr(hybrid.remote, "_names", more)
+    assert hybrid.remote.sweep() == (0, 0)
+
+
+def test_a_sweep_removes_nothing_it_cannot_judge(hybrid: Roaming, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that cannot be read now may name any pack."""
+    send_end(hybrid.a, hybrid.remote, "ses_1")
+    monkeypatch.setattr(folder_module, "SWEPT_S", -60)
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(folder_module, "_read", fail)
+    with pytest.raises(RemoteError, match="Input/output error"):
+        hybrid.remote.sweep()
+    assert len(hybrid.packs()) == 1
 
 
 def test_a_conversation_rests_before_its_state_goes() -> None:
