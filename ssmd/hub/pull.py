@@ -296,10 +296,11 @@ def _fetch(listing: Listing, partial: Path, progress: Progress, look: Look) -> t
     """Download all files, first the small ones and those by which the model may be refused."""
     settings = [listing.file(name) for name in (CONFIG, TOKENIZER, *OPTIONAL) if name in listing.entries]
     weights = [listing.file(WEIGHTS if WEIGHTS in listing.entries else INDEX)]
-    for file in (*settings, *(f for f in weights if f.name == INDEX)):
+    small = [*settings, *(f for f in weights if f.name == INDEX)]
+    for file in small:
         if file.size > MAX_JSON_BYTES:
             raise HubError(f"{listing.name}: {file.name} has {file.size} bytes; no more than {MAX_JSON_BYTES} are read")
-    _room([*settings, *weights], partial)
+    _room(small, partial)  # not of the weights yet: the artifact may be there
     _get(listing, settings[:1], partial, progress)
     try:
         config = read_json(partial / CONFIG)

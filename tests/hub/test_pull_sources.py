@@ -158,6 +158,15 @@ def test_no_weights_are_fetched_for_want_of_a_graph(artifacts: TinyArtifacts, be
         assert not left(tmp_path)
 
 
+def test_an_installed_model_needs_no_room(artifacts: TinyArtifacts, before: str, tmp_path: Path) -> None:
+    with mirror.running(ORIGIN, artifacts.source("granite-int8")) as hub:  # its weights are one file
+        made = done(tmp_path, hub, before)["artifact"]
+        hub.asked.clear()
+        full = "import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=100_000); "
+        assert done(tmp_path, hub, before + full)["artifact"] == made
+        assert fetched(hub) == ["config.json"]
+
+
 @pytest.mark.parametrize("status", [416, 429, 503])
 def test_a_refusal_while_resuming_loses_nothing(status: int, hub: Mirror, before: str, tmp_path: Path) -> None:
     shard = max((n for n in hub.files if n.endswith(".safetensors")), key=lambda n: len(hub.files[n]))
