@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,24 +208,26 @@ def used_up(source: PulledSource, *, keep: bool = False) -> Iterator[None]:
     if not mark.exists():
         yield
         return
-    lock = filelock.FileLock(mark, timeout=0)
+    file = mark.with_suffix(".lock")  # not the mark: a lock makes its file anew, and the mark may be gone by then
+    lock = filelock.FileLock(file, timeout=0)
     try:
         lock.acquire()
     except filelock.Timeout as err:
         raise HubError(f"another ssmd makes a model of {source.name} right now: wait for it") from err
     try:
-        if not source.path.exists():  # by another process, a moment ago
+        if not source.path.exists():  # removed by another process, a moment ago
+        temporary = mark.exists() and not keep  # another process may have kept it, a moment ago
             raise HubError(f"another ssmd made a model of {source.name} and removed its source: run this again")
         yield
-        if not keep:
+        if temporary:
             removed = source.path.with_name(f".{source.path.name}{REMOVED}")
             source.path.rename(removed)  # a name that no command takes for a source, if this process is killed now
             _sweep(removed.parent)
     finally:
-        lock.release()  # on Windows it may remove the file
-        if source.path.exists() and not keep:
-            mark.touch()
-        else:
+        if keep or not source.path.exists():
+        with suppress(OSError):  # Windows removes no open file
+            file.unlink()
+        lock.release()
             mark.unlink(missing_ok=True)
 
 

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import commands
+import filelock
 import mirror
 import pytest
 from conftest import TinyArtifacts
 from mirror import Mirror, sharded, surroundings
 from refitting import stripped
 
+from ssmd.hub.pull import PulledSource, used_up
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import MANIFEST, Artifact
 from ssmd.model.source import Source
@@ -165,6 +167,24 @@ def test_an_installed_model_needs_no_room(artifacts: TinyArtifacts, before: str,
         full = "import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=100_000); "
         assert done(tmp_path, hub, before + full)["artifact"] == made
         assert fetched(hub) == ["config.json"]
+
+
+def test_a_source_kept_a_moment_ago_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark is there when one command looks, and gone when it has the lock: another one kept the source."""
+    source = PulledSource(ORIGIN, "main", "0" * 40, tmp_path / "0", {}, fetched=False)
+    source.path.mkdir()
+    mark = tmp_path / ".0.temporary"
+    mark.touch()
+    acquire = filelock.FileLock.acquire
+
+    def acquire_later(lock: filelock.FileLock) -> object:
+        mark.unlink()
+        return acquire(lock)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire_later)
+    with used_up(source):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["0"]
 
 
 @pytest.mark.parametrize("status", [416, 429, 503])
