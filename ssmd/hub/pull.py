@@ -138,7 +138,6 @@ def pull(
     with held(partial, name):
         files, purpose = _fetch(listing, partial, progress, look)
         if not purpose.needed:
-            shutil.rmtree(partial, ignore_errors=True)
             return PulledSource(name, revision, listing.commit, folder, {}, fetched=False)
         if to is None:
             _mark(folder, purpose)
@@ -216,8 +215,8 @@ def used_up(source: PulledSource, *, keep: bool = False) -> Iterator[None]:
         raise HubError(f"another ssmd makes a model of {source.name} right now: wait for it") from err
     try:
         if not source.path.exists():  # removed by another process, a moment ago
-        temporary = mark.exists() and not keep  # another process may have kept it, a moment ago
             raise HubError(f"another ssmd made a model of {source.name} and removed its source: run this again")
+        temporary = mark.exists() and not keep  # another process may have kept it, a moment ago
         yield
         if temporary:
             removed = source.path.with_name(f".{source.path.name}{REMOVED}")
@@ -225,10 +224,10 @@ def used_up(source: PulledSource, *, keep: bool = False) -> Iterator[None]:
             _sweep(removed.parent)
     finally:
         if keep or not source.path.exists():
+            mark.unlink(missing_ok=True)
         with suppress(OSError):  # Windows removes no open file
             file.unlink()
         lock.release()
-            mark.unlink(missing_ok=True)
 
 
 def _mark_of(source: Path) -> Path:
@@ -308,14 +307,13 @@ def _fetch(listing: Listing, partial: Path, progress: Progress, look: Look) -> t
         config = read_json(partial / CONFIG)
         family_of(config).parse(config)
         purpose = look(config)
-    except (SourceError, FamilyError) as err:
-        shutil.rmtree(partial, ignore_errors=True)
+    except BaseException as err:
+        _clear(partial)
+        if not isinstance(err, (SourceError, FamilyError)):
+            raise
         raise HubError(f"{listing.name} cannot be built: {str(err).replace(f'{partial}{os.sep}', '')}") from err
-    except BaseException:  # refused for now: an earlier call's weights stay for the next one
-        if not any(SHARD_NAME.fullmatch(name) for name in os.listdir(partial)):
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
     if not purpose.needed:
+        _clear(partial)
         return [], purpose
     if weights[0].name == INDEX:
         _get(listing, weights, partial, progress)
@@ -324,6 +322,12 @@ def _fetch(listing: Listing, partial: Path, progress: Progress, look: Look) -> t
     _room(files, partial, purpose)
     _get(listing, files, partial, progress)
     return files, purpose
+
+
+def _clear(partial: Path) -> None:
+    """Remove what was fetched, unless it has weights: another call may go on with them."""
+    if not any(SHARD_NAME.fullmatch(name) for name in os.listdir(partial)):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _shards(listing: Listing, partial: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -20,10 +21,14 @@ import filelock
 import mirror
 import pytest
 from conftest import TinyArtifacts
+from huggingface_hub import constants
 from mirror import Mirror, sharded, surroundings
 from refitting import stripped
 
-from ssmd.hub.pull import PulledSource, used_up
+from ssmd.families.fields import FamilyError
+from ssmd.hub import download
+from ssmd.hub.hub import HubError, HubUnreachable
+from ssmd.hub.pull import Look, PulledSource, Purpose, pull, used_up
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import MANIFEST, Artifact
 from ssmd.model.source import Source
@@ -167,6 +172,29 @@ def test_an_installed_model_needs_no_room(artifacts: TinyArtifacts, before: str,
         full = "import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=100_000); "
         assert done(tmp_path, hub, before + full)["artifact"] == made
         assert fetched(hub) == ["config.json"]
+
+
+def _refuse(config: object) -> Purpose:
+    raise FamilyError("the model has experts")
+
+
+@pytest.mark.parametrize("look", [lambda config: Purpose(needed=False), _refuse], ids=["installed", "refused"])
+def test_a_pull_without_weights_keeps_those_of_another(
+    look: Look, hub: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another command fetched a part of them, and goes on with it later."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    form = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", form)
+    monkeypatch.setattr(download, "WAITS_S", ())
+    shard = max((n for n in hub.files if n.endswith(".safetensors")), key=lambda n: len(hub.files[n]))
+    hub.breaks[shard] = [len(hub.files[shard]) // 2]
+    with pytest.raises(HubUnreachable, match="are kept"):
+        pull(ORIGIN, "main", tmp_path, lambda *_: None)
+    with contextlib.suppress(HubError):
+        pull(ORIGIN, "main", tmp_path, lambda *_: None, look=look)
+    [part] = tmp_path.rglob(shard)
+    assert part.stat().st_size == len(hub.files[shard]) // 2
 
 
 def test_a_source_kept_a_moment_ago_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
