@@ -351,7 +351,7 @@ def _check_memory(needed: int) -> None:
     if free is not None and free < needed:
         raise BuildFailed(
             f"this pull takes about {show_size(needed)} of memory, and {show_size(free)} are free: close other "
-            "programs, choose a smaller model of `ssmd list --available`, or add --anyway to try it all the same"
+            "programs, choose a smaller model of `ssmd list --available`, or try it with `ssmd pull --anyway`"
         )
 
 

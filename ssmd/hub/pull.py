@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,6 @@ def pull(
     with held(partial, name):
         files, purpose = _fetch(listing, partial, progress, look)
         if not purpose.needed:
-            shutil.rmtree(partial, ignore_errors=True)
             return PulledSource(name, revision, listing.commit, folder, {}, fetched=False)
         if to is None:
             _mark(folder, purpose)
@@ -208,25 +207,27 @@ def used_up(source: PulledSource, *, keep: bool = False) -> Iterator[None]:
     if not mark.exists():
         yield
         return
-    lock = filelock.FileLock(mark, timeout=0)
+    file = mark.with_suffix(".lock")  # not the mark: a lock makes its file anew, and the mark may be gone by then
+    lock = filelock.FileLock(file, timeout=0)
     try:
         lock.acquire()
     except filelock.Timeout as err:
         raise HubError(f"another ssmd makes a model of {source.name} right now: wait for it") from err
     try:
-        if not source.path.exists():  # by another process, a moment ago
+        if not source.path.exists():  # removed by another process, a moment ago
             raise HubError(f"another ssmd made a model of {source.name} and removed its source: run this again")
+        temporary = mark.exists() and not keep  # another process may have kept it, a moment ago
         yield
-        if not keep:
+        if temporary:
             removed = source.path.with_name(f".{source.path.name}{REMOVED}")
             source.path.rename(removed)  # a name that no command takes for a source, if this process is killed now
             _sweep(removed.parent)
     finally:
-        lock.release()  # on Windows it may remove the file
-        if source.path.exists() and not keep:
-            mark.touch()
-        else:
+        if keep or not source.path.exists():
             mark.unlink(missing_ok=True)
+        with suppress(OSError):  # Windows removes no open file
+            file.unlink()
+        lock.release()
 
 
 def _mark_of(source: Path) -> Path:
@@ -296,23 +297,23 @@ def _fetch(listing: Listing, partial: Path, progress: Progress, look: Look) -> t
     """Download all files, first the small ones and those by which the model may be refused."""
     settings = [listing.file(name) for name in (CONFIG, TOKENIZER, *OPTIONAL) if name in listing.entries]
     weights = [listing.file(WEIGHTS if WEIGHTS in listing.entries else INDEX)]
-    for file in (*settings, *(f for f in weights if f.name == INDEX)):
+    small = [*settings, *(f for f in weights if f.name == INDEX)]
+    for file in small:
         if file.size > MAX_JSON_BYTES:
             raise HubError(f"{listing.name}: {file.name} has {file.size} bytes; no more than {MAX_JSON_BYTES} are read")
-    _room([*settings, *weights], partial)
+    _room(small, partial)  # not of the weights yet: the artifact may be there
     _get(listing, settings[:1], partial, progress)
     try:
         config = read_json(partial / CONFIG)
         family_of(config).parse(config)
         purpose = look(config)
-    except (SourceError, FamilyError) as err:
-        shutil.rmtree(partial, ignore_errors=True)
+    except BaseException as err:
+        _clear(partial)
+        if not isinstance(err, (SourceError, FamilyError)):
+            raise
         raise HubError(f"{listing.name} cannot be built: {str(err).replace(f'{partial}{os.sep}', '')}") from err
-    except BaseException:  # refused for now: an earlier call's weights stay for the next one
-        if not any(SHARD_NAME.fullmatch(name) for name in os.listdir(partial)):
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
     if not purpose.needed:
+        _clear(partial)
         return [], purpose
     if weights[0].name == INDEX:
         _get(listing, weights, partial, progress)
@@ -321,6 +322,12 @@ def _fetch(listing: Listing, partial: Path, progress: Progress, look: Look) -> t
     _room(files, partial, purpose)
     _get(listing, files, partial, progress)
     return files, purpose
+
+
+def _clear(partial: Path) -> None:
+    """Remove what was fetched, unless it has weights: another call may go on with them."""
+    if not any(SHARD_NAME.fullmatch(name) for name in os.listdir(partial)):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _shards(listing: Listing, partial: Path) -> list[str]:

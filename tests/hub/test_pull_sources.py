@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,12 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import commands
+import filelock
 import mirror
 import pytest
 from conftest import TinyArtifacts
+from huggingface_hub import constants
 from mirror import Mirror, sharded, surroundings
 from refitting import stripped
 
+from ssmd.families.fields import FamilyError
+from ssmd.hub import download
+from ssmd.hub.hub import HubError, HubUnreachable
+from ssmd.hub.pull import Look, PulledSource, Purpose, pull, used_up
 from ssmd.machine.size import show_size
 from ssmd.model.artifact import MANIFEST, Artifact
 from ssmd.model.source import Source
@@ -133,7 +140,7 @@ def test_a_pull_without_memory_fetches_no_weights(hub: Mirror, before: str, tmp_
     said = refused(tmp_path, hub, before + full, "pull", NAME)
     assert "error: this pull takes about " in said
     assert " of memory, and 5.0 MB are free: close other programs" in said
-    assert "add --anyway" in said
+    assert "`ssmd pull --anyway`" in said  # `ssmd run` and a daemon's pull say so too, and have no such option
     assert fetched(hub) == ["config.json"]
     assert not left(tmp_path)
     assert done(tmp_path, hub, before + full, "--anyway")["fetched"]
@@ -156,6 +163,56 @@ def test_no_weights_are_fetched_for_want_of_a_graph(artifacts: TinyArtifacts, be
         assert "with PyTorch it can be built: ssmd build acme/tiny-llama --runtime litert" in said
         assert fetched(hub) == ["config.json"]
         assert not left(tmp_path)
+
+
+def test_an_installed_model_needs_no_room(artifacts: TinyArtifacts, before: str, tmp_path: Path) -> None:
+    with mirror.running(ORIGIN, artifacts.source("granite-int8")) as hub:  # its weights are one file
+        made = done(tmp_path, hub, before)["artifact"]
+        hub.asked.clear()
+        full = "import shutil, types; shutil.disk_usage = lambda path: types.SimpleNamespace(free=100_000); "
+        assert done(tmp_path, hub, before + full)["artifact"] == made
+        assert fetched(hub) == ["config.json"]
+
+
+def _refuse(config: object) -> Purpose:
+    raise FamilyError("the model has experts")
+
+
+@pytest.mark.parametrize("look", [lambda config: Purpose(needed=False), _refuse], ids=["installed", "refused"])
+def test_a_pull_without_weights_keeps_those_of_another(
+    look: Look, hub: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another command fetched a part of them, and goes on with it later."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    form = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", form)
+    monkeypatch.setattr(download, "WAITS_S", ())
+    shard = max((n for n in hub.files if n.endswith(".safetensors")), key=lambda n: len(hub.files[n]))
+    hub.breaks[shard] = [len(hub.files[shard]) // 2]
+    with pytest.raises(HubUnreachable, match="are kept"):
+        pull(ORIGIN, "main", tmp_path, lambda *_: None)
+    with contextlib.suppress(HubError):
+        pull(ORIGIN, "main", tmp_path, lambda *_: None, look=look)
+    [part] = tmp_path.rglob(shard)
+    assert part.stat().st_size == len(hub.files[shard]) // 2
+
+
+def test_a_source_kept_a_moment_ago_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark is there when one command looks, and gone when it has the lock: another one kept the source."""
+    source = PulledSource(ORIGIN, "main", "0" * 40, tmp_path / "0", {}, fetched=False)
+    source.path.mkdir()
+    mark = tmp_path / ".0.temporary"
+    mark.touch()
+    acquire = filelock.FileLock.acquire
+
+    def acquire_later(lock: filelock.FileLock) -> object:
+        mark.unlink()
+        return acquire(lock)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire_later)
+    with used_up(source):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["0"]
 
 
 @pytest.mark.parametrize("status", [416, 429, 503])
