@@ -38,7 +38,7 @@ from ssmd.cli.making import (
     smollm2_source,
     source_of,
 )
-from ssmd.cli.output import USAGE, fail
+from ssmd.cli.output import USAGE, fail, plain_errors
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Packer
@@ -104,7 +104,7 @@ def pull(
     from ssmd.config import Settings
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
-    with reporting() if report else contextlib.nullcontext():
+    with reporting() if report else contextlib.nullcontext(), plain_errors():
         making = _Making(settings, name, runtime or "auto", context, force, keep_source, anyway)
         _pull(making, name, revision, folder, to, runtime, as_json, report)
 

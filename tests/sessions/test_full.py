@@ -188,7 +188,7 @@ def test_commands_begin_where_nothing_is_left(disk: Path) -> None:
     fill(disk)
     checked = ssmd(data, "check", "--repair")
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert "1 sessions, 4 turns, 8 checkpoints: all sound" in checked.stdout
+    assert "1 session, 4 turns, 8 checkpoints: all sound" in checked.stdout
     fill(disk)
     assert ssmd(data, "rm", "s0").returncode == 0
     assert free(disk) > 8_000_000

@@ -329,7 +329,7 @@ def said_as(parts: Iterable[Delta], form: ResponseForm, digits: str, status: str
 
 def _status(facts: Facts) -> str:
     """Return the status of the last item of an answer, by the facts of its turn."""
-    if "usage" not in facts:
+    if "finish_reason" not in facts:
         return "completed"  # of another protocol
     status, _ = ending(facts["finish_reason"], Usage(**facts["usage"]))
     return status
