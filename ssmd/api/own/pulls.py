@@ -39,6 +39,7 @@ _ABOUT = {
     "mamba-130m": "English",
     "mamba2-130m": "English",
     "qwen3-0.6b": "chat with reasoning, tools; many languages",
+    "qwen3.5-0.8b": "chat with reasoning on request, tools; many languages",
     "smollm2": "chat and short texts in English; quick on any machine",
 }
 
