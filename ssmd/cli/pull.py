@@ -38,7 +38,7 @@ from ssmd.cli.making import (
     smollm2_source,
     source_of,
 )
-from ssmd.cli.output import USAGE, fail, plain_errors
+from ssmd.cli.output import USAGE, fail
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Packer
@@ -104,7 +104,7 @@ def pull(
     from ssmd.config import Settings
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
-    with reporting() if report else contextlib.nullcontext(), plain_errors():
+    with reporting() if report else contextlib.nullcontext():
         making = _Making(settings, name, runtime or "auto", context, force, keep_source, anyway)
         _pull(making, name, revision, folder, to, runtime, as_json, report)
 
@@ -229,7 +229,7 @@ class _Making:
     def look(self, config: Mapping[str, Any]) -> Purpose:
         """Return the purpose of a source with that config: what is made of it here. Fetches and writes nothing.
 
-        Raises FamilyError, RefitError, BuildError, or BuildFailed if memory is too small.
+        Ends the command if no graph fits. Raises FamilyError, RefitError, BuildError, or BuildFailed: no memory.
         """
         from ssmd.hub.pull import KEPT, Purpose
 
@@ -239,7 +239,7 @@ class _Making:
         if self.recipe is None:
             if self.build:
                 way = _way_of(config) if self.runtime == "auto" else f" --runtime {self.runtime}"
-                raise BuildFailed(f"{self.why_not}; with PyTorch it can be built: ssmd build {self.build}{way}")
+                fail(f"{self.why_not}; with PyTorch it can be built: ssmd build {self.build}{way}")
             return KEPT
         if self.recipe.out.exists() and not self.force:
             return Purpose(needed=False)
