@@ -11,7 +11,7 @@ import binascii
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, Field, ValidationError
@@ -25,6 +25,7 @@ from ssmd.sessions.rows.turns import check_unicode, is_unicode, to_micros
 from ssmd.sessions.rows.warm import WARM
 from ssmd.sessions.turn import NewTurn, Session, StoreError, Turn, title_problem
 
+M = TypeVar("M", bound=Strict)
 FORMAT: Literal[1] = 1
 _MAX_OBJECTS = 400_000
 _Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
@@ -114,19 +115,24 @@ def remote_turn(turn: Turn, session: Session, above: str | None) -> RemoteTurn:
     return RemoteTurn(TurnPlace(info.id, turn.id), info.owner, turn.chain.said, raw)
 
 
-def read_body(raw: bytes, place: TurnPlace) -> TurnBody:
-    """Read the body of the turn at a place. Raises InvalidTurn."""
+def read_as(model: type[M], raw: bytes, version: int, what: str) -> M:
+    """Read another machine's JSON as a model that has a format. Raises InvalidTurn, which says `what` is wrong."""
     if too_many(raw, _MAX_OBJECTS):
-        raise InvalidTurn(f"turn {place.turn!r} of the remote has too many parts")
+        raise InvalidTurn(f"{what} has too many parts")
     try:
         fields: Any = json.loads(raw)
-        if isinstance(fields, dict) and fields.get("format") != FORMAT:
-            raise UnknownVersion(f"turn {place.turn!r} of the remote is of another version: its format is not {FORMAT}")
-        body = TurnBody.model_validate(fields)
+        if isinstance(fields, dict) and fields.get("format") != version:
+            raise UnknownVersion(f"{what} is of another version: its format is not {version}")
+        return model.model_validate(fields)
     except ValidationError as err:
-        raise InvalidTurn(f"turn {place.turn!r} of the remote is invalid: {_first(err)}") from err
+        raise InvalidTurn(f"{what} is invalid: {_first(err)}") from err
     except (ValueError, RecursionError) as err:
-        raise InvalidTurn(f"turn {place.turn!r} of the remote is not JSON") from err
+        raise InvalidTurn(f"{what} is not JSON") from err
+
+
+def read_body(raw: bytes, place: TurnPlace) -> TurnBody:
+    """Read the body of the turn at a place. Raises InvalidTurn."""
+    body = read_as(TurnBody, raw, FORMAT, f"turn {place.turn!r} of the remote")
     if body.place != place:
         raise InvalidTurn(f"turn {place.turn!r} of the remote says that it is {body.turn.id!r} of {body.session.id!r}")
     return body

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field
 from sqlalchemy import Connection, select
 
 from ssmd.model.state import DTYPES, State, StateError, StateSpec
@@ -27,8 +27,8 @@ from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint, Scope
 from ssmd.sessions.files.document import Hex, Id
 from ssmd.sessions.files.packing import as_stored
 from ssmd.sessions.line import Line
-from ssmd.sessions.remote.body import Word
-from ssmd.sessions.remote.remote import InvalidTurn, Remote, TurnPlace, UnknownVersion
+from ssmd.sessions.remote.body import Word, read_as
+from ssmd.sessions.remote.remote import InvalidTurn, Remote, TurnPlace
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.rows.blobs import encode
 from ssmd.sessions.rows.checkpoints import CheckpointRow, named_by, newest_on_path
@@ -115,7 +115,7 @@ def send_end(store: Store, remote: Remote, session_id: str) -> int:
         layout=row.layout,
         build=row.build,
         producer=row.producer,
-        kind=row.kind,  # type: ignore[arg-type]
+        kind=row.kind,  # type: ignore[arg-type] # the database has a CheckpointKind as text
         position=row.position,
         recurrent=_dtype(spec, recurrent=True),
         rows=_dtype(spec, recurrent=False),
@@ -174,16 +174,7 @@ def _head(place: TurnPlace) -> bytes:
 def read_end(raw: bytes, place: TurnPlace, reader: RemoteReader) -> EndBody | None:
     """Read the row of a turn's state; None if a model of another lineage or layout made it. Raises InvalidTurn."""
     what = f"the state of turn {place.turn!r} of the remote"
-    try:
-        fields: Any = json.loads(raw)
-        if isinstance(fields, dict) and fields.get("format") != FORMAT:
-            raise UnknownVersion(f"{what} is of another version: its format is not {FORMAT}")
-        body = EndBody.model_validate(fields)
-    except ValidationError as err:
-        one = err.errors(include_input=False, include_url=False)[0]
-        raise InvalidTurn(f"{what} is invalid: {'.'.join(map(str, one['loc']))[:100]}: {one['msg'][:200]}") from err
-    except (ValueError, RecursionError) as err:
-        raise InvalidTurn(f"{what} is invalid: it is not JSON") from err
+    body = read_as(EndBody, raw, FORMAT, what)
     if body.place != place:
         raise InvalidTurn(f"{what} says that it is of {body.turn!r} of {body.session!r}")
     scope = reader.maker.scope

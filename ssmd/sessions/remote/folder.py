@@ -206,7 +206,7 @@ class FolderRemote:
         (folder / place.turn).unlink(missing_ok=True)
 
     def end(self, place: TurnPlace) -> bytes | None:
-        """Return the row of the state at the end of a turn; None if there is none. Raises InvalidTurn."""
+        """Read the row that describes a turn's end state; None if no machine sent one. Raises InvalidTurn."""
         with self._errors():
             folder = self._ends(place.session)
             if self._is_gone(place) or not self._is_folder(folder):

@@ -91,7 +91,7 @@ class Remote(Protocol):
         """Return the packs that hold states."""
 
     def end(self, place: TurnPlace) -> bytes | None:
-        """Return the row of the state at the end of a turn; None if there is none. Raises InvalidTurn."""
+        """Read the row that describes a turn's end state; None if no machine sent one. Raises InvalidTurn."""
 
     def ends(self, session: str) -> list[str]:
         """List the turns of a session that have a state, in no order."""
