@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssmd.families.attention import attention, attention_of
+from ssmd.families.decoder import decoder
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.layers import LayerKind, layer_kinds
 from ssmd.families.mixer import mamba2, mamba2_of
@@ -96,22 +97,17 @@ def plan(config: Config) -> Plan:
 def bindings(config: Config) -> dict[str, Binding]:
     """Bind every parameter to a source's tensors."""
     c = config
-    made: dict[str, Binding] = {
-        "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden),
-        "norm": tensor("model.final_layernorm.weight", c.hidden),
+    embedding = tensor("model.embed_tokens.weight", c.vocabulary, c.hidden)
+    norm = tensor("model.final_layernorm.weight", c.hidden)
+    return decoder(c, embedding, norm, (_layer(c, kind, f"model.layers.{i}.") for i, kind in enumerate(c.layers)))
+
+
+def _layer(c: Config, kind: LayerKind, source: str) -> dict[str, Binding]:
+    made = {
+        "norm1": tensor(source + "input_layernorm.weight", c.hidden),
+        "norm2": tensor(source + "pre_ff_layernorm.weight", c.hidden),
+        **mlp(c.mlp, c.hidden, source + "feed_forward."),
     }
-    if not c.tied:
-        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
-    for i, kind in enumerate(c.layers):
-        source = f"model.layers.{i}."
-        layer = {
-            "norm1": tensor(source + "input_layernorm.weight", c.hidden),
-            "norm2": tensor(source + "pre_ff_layernorm.weight", c.hidden),
-        }
-        layer |= mlp(c.mlp, c.hidden, source + "feed_forward.")
-        if kind == "mamba":
-            layer |= mamba2(c.mixer, c.hidden, source + "mamba.")
-        else:
-            layer |= attention(c.attention, c.hidden, source + "self_attn.", q=c.attention.head_dim**-0.5)
-        made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
-    return made
+    if kind == "mamba":
+        return made | mamba2(c.mixer, c.hidden, source + "mamba.")
+    return made | attention(c.attention, c.hidden, source + "self_attn.", q=c.attention.head_dim**-0.5)

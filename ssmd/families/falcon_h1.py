@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssmd.families.attention import attention, attention_of
+from ssmd.families.decoder import decoder
 from ssmd.families.fields import Fields
 from ssmd.families.mixer import Norm, mamba2, mamba2_of
 from ssmd.families.mlp import mlp
@@ -122,28 +123,26 @@ def plan(config: Config) -> Plan:
 def bindings(config: Config) -> dict[str, Binding]:
     """Bind every parameter to a source's tensors."""
     c, m = config, config.multipliers
-    made: dict[str, Binding] = {
-        "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden, scale=m.embedding),
-        "norm": tensor("model.final_layernorm.weight", c.hidden, scale=m.head / (m.embedding if c.tied else 1.0)),
+    embedding = tensor("model.embed_tokens.weight", c.vocabulary, c.hidden, scale=m.embedding)
+    factor = m.head / (m.embedding if c.tied else 1.0)
+    norm = tensor("model.final_layernorm.weight", c.hidden, scale=factor)
+    return decoder(c, embedding, norm, (_layer(c, f"model.layers.{i}.") for i in range(c.layers)))
+
+
+def _layer(c: Config, source: str) -> dict[str, Binding]:
+    m = c.multipliers
+    return {
+        "norm1": tensor(source + "input_layernorm.weight", c.hidden),
+        "norm2": tensor(source + "pre_ff_layernorm.weight", c.hidden),
+        **mamba2(c.mixer, c.hidden, source + "mamba.", into=m.ssm_in, parts=m.ssm, out=m.ssm_out),
+        **attention(
+            c.attention,
+            c.hidden,
+            source + "self_attn.",
+            q=c.attention.head_dim**-0.5,
+            k=m.key,
+            o=m.attention_out,
+            into=m.attention_in,
+        ),
+        **mlp(c.mlp, c.hidden, source + "feed_forward.", gate=m.gate, down=m.down),
     }
-    if not c.tied:
-        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
-    for i in range(c.layers):
-        source = f"model.layers.{i}."
-        layer = {
-            "norm1": tensor(source + "input_layernorm.weight", c.hidden),
-            "norm2": tensor(source + "pre_ff_layernorm.weight", c.hidden),
-            **mamba2(c.mixer, c.hidden, source + "mamba.", into=m.ssm_in, parts=m.ssm, out=m.ssm_out),
-            **attention(
-                c.attention,
-                c.hidden,
-                source + "self_attn.",
-                q=c.attention.head_dim**-0.5,
-                k=m.key,
-                o=m.attention_out,
-                into=m.attention_in,
-            ),
-            **mlp(c.mlp, c.hidden, source + "feed_forward.", gate=m.gate, down=m.down),
-        }
-        made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
-    return made

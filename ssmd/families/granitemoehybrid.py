@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssmd.families.attention import attention, attention_of, without_rope
+from ssmd.families.decoder import decoder
 from ssmd.families.experts import chosen_of, stacks
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.layers import SPELLINGS, LayerKind, layer_kinds
@@ -115,30 +116,23 @@ def plan(config: Config) -> Plan:
 def bindings(config: Config) -> dict[str, Binding]:
     """Bind every parameter to a source's tensors."""
     c = config
-    made: dict[str, Binding] = {
-        "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden),
-        "norm": tensor("model.norm.weight", c.hidden, scale=1.0 / c.logits_scaling),
+    embedding = tensor("model.embed_tokens.weight", c.vocabulary, c.hidden)
+    norm = tensor("model.norm.weight", c.hidden, scale=1.0 / c.logits_scaling)
+    return decoder(c, embedding, norm, (_layer(c, kind, f"model.layers.{i}.") for i, kind in enumerate(c.layers)))
+
+
+def _layer(c: Config, kind: LayerKind, source: str) -> dict[str, Binding]:
+    shared, residual = source + "shared_mlp.", c.residual_multiplier
+    made = {
+        "norm1": tensor(source + "input_layernorm.weight", c.hidden),
+        "norm2": tensor(source + "post_attention_layernorm.weight", c.hidden),
+        "gate_up": tensor(shared + "input_linear.weight", 2 * c.intermediate, c.hidden),
+        "down": tensor(shared + "output_linear.weight", c.hidden, c.intermediate, scale=residual),
     }
-    if not c.tied:
-        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
-    for i, kind in enumerate(c.layers):
-        source = f"model.layers.{i}."
-        layer = {
-            "norm1": tensor(source + "input_layernorm.weight", c.hidden),
-            "norm2": tensor(source + "post_attention_layernorm.weight", c.hidden),
-            "gate_up": tensor(source + "shared_mlp.input_linear.weight", 2 * c.intermediate, c.hidden),
-            "down": tensor(
-                source + "shared_mlp.output_linear.weight", c.hidden, c.intermediate, scale=c.residual_multiplier
-            ),
-        }
-        if c.experts is not None:
-            routed = source + "block_sparse_moe."
-            layer["router"] = tensor(routed + "router.layer.weight", c.experts.count, c.hidden)
-            layer |= stacks(c.experts, c.hidden, routed, down=c.residual_multiplier)
-        if kind == "mamba":
-            layer |= mamba2(c.mixer, c.hidden, source + "mamba.", out=c.residual_multiplier)
-        else:
-            part = source + "self_attn."
-            layer |= attention(c.attention, c.hidden, part, q=c.attention_multiplier, o=c.residual_multiplier)
-        made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
-    return made
+    if c.experts is not None:
+        routed = source + "block_sparse_moe."
+        made["router"] = tensor(routed + "router.layer.weight", c.experts.count, c.hidden)
+        made |= stacks(c.experts, c.hidden, routed, down=residual)
+    if kind == "mamba":
+        return made | mamba2(c.mixer, c.hidden, source + "mamba.", out=residual)
+    return made | attention(c.attention, c.hidden, source + "self_attn.", q=c.attention_multiplier, o=residual)

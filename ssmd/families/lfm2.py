@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ssmd.families.attention import attention_of
+from ssmd.families.decoder import decoder
 from ssmd.families.experts import singly
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.weights import Binding, mapped, stacked, tensor
@@ -142,32 +143,36 @@ def _mixture(c: Config, layer: int) -> Mixture | None:
 def bindings(config: Config) -> dict[str, Binding]:
     """Bind every parameter to a source's tensors."""
     c = config
-    made: dict[str, Binding] = {
-        "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden),
-        "norm": tensor("model.embedding_norm.weight", c.hidden),  # its name notwithstanding, the last one
+    embedding = tensor("model.embed_tokens.weight", c.vocabulary, c.hidden)
+    norm = tensor("model.embedding_norm.weight", c.hidden)  # its name notwithstanding, the last one
+    return decoder(c, embedding, norm, (_layer(c, i, f"model.layers.{i}.") for i in range(len(c.layers))))
+
+
+def _layer(c: Config, layer: int, source: str) -> dict[str, Binding]:
+    ff = source + "feed_forward."
+    made = {
+        "norm1": tensor(source + "operator_norm.weight", c.hidden),
+        "norm2": tensor(source + "ffn_norm.weight", c.hidden),
     }
-    if not c.tied:
-        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
-    for i, kind in enumerate(c.layers):
-        source = f"model.layers.{i}."
-        ff = source + "feed_forward."
-        layer = {
-            "norm1": tensor(source + "operator_norm.weight", c.hidden),
-            "norm2": tensor(source + "ffn_norm.weight", c.hidden),
-        }
-        if (mixture := _mixture(c, i)) is None:
-            layer["gate_up"] = stacked(*(tensor(f"{ff}{n}.weight", c.intermediate, c.hidden) for n in ("w1", "w3")))
-            layer["down"] = tensor(ff + "w2.weight", c.hidden, c.intermediate)
-        else:
-            m = mixture.experts
-            layer["router"] = tensor(ff + "gate.weight", m.count, c.hidden)
-            if m.bias:
-                layer["router_bias"] = tensor(ff + "expert_bias", m.count)
-            layer |= singly(m, c.hidden, ff + "experts.", down=mixture.scaling)
-        own = short_conv(c.conv, c.hidden, source + "conv.") if kind == "conv" else _attention(c, source + "self_attn.")
-        layer |= own
-        made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
-    return made
+    if (mixture := _mixture(c, layer)) is None:
+        made |= plain_mlp(c.intermediate, c.hidden, ff)
+    else:
+        m = mixture.experts
+        made["router"] = tensor(ff + "gate.weight", m.count, c.hidden)
+        if m.bias:
+            made["router_bias"] = tensor(ff + "expert_bias", m.count)
+        made |= singly(m, c.hidden, ff + "experts.", down=mixture.scaling)
+    if c.layers[layer] == "conv":
+        return made | short_conv(c.conv, c.hidden, source + "conv.")
+    return made | _attention(c, source + "self_attn.")
+
+
+def plain_mlp(intermediate: int, hidden: int, source: str) -> dict[str, Binding]:
+    """Bind SwiGLU to the tensors `source`{w1,w3,w2}: gate, up, down."""
+    return {
+        "gate_up": stacked(*(tensor(f"{source}{n}.weight", intermediate, hidden) for n in ("w1", "w3"))),
+        "down": tensor(source + "w2.weight", hidden, intermediate),
+    }
 
 
 def short_conv(m: ShortConv, hidden: int, source: str) -> dict[str, Binding]:

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ssmd.families.attention import attention, without_rope
+from ssmd.families.decoder import decoder
 from ssmd.families.fields import FamilyError, Fields
-from ssmd.families.lfm2 import short_conv
+from ssmd.families.lfm2 import plain_mlp, short_conv
 from ssmd.families.rope import rope_by_layer_type
-from ssmd.families.weights import Binding, stacked, tensor
+from ssmd.families.weights import Binding, tensor
 from ssmd.model.plan import Attention, Layer, Mixer, Mlp, Plan, ShortConv
 from ssmd.model.rope import Rope
 
@@ -142,28 +143,23 @@ def plan(config: Config) -> Plan:
 def bindings(config: Config) -> dict[str, Binding]:
     """Bind every parameter to a source's tensors."""
     c = config
-    made: dict[str, Binding] = {
-        "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden),
-        "norm": tensor("model.embedding_norm.weight", c.hidden),  # its name notwithstanding, the last one
+    embedding = tensor("model.embed_tokens.weight", c.vocabulary, c.hidden)
+    norm = tensor("model.embedding_norm.weight", c.hidden)  # its name notwithstanding, the last one
+    return decoder(c, embedding, norm, (_layer(c, kind, f"model.layers.{i}.") for i, kind in enumerate(c.layers)))
+
+
+def _layer(c: Config, kind: LayerKind, source: str) -> dict[str, Binding]:
+    made = {
+        "norm1": tensor(source + "operator_norm.weight", c.hidden),
+        "norm2": tensor(source + "ffn_norm.weight", c.hidden),
+        **plain_mlp(c.intermediate, c.hidden, source + "feed_forward."),
     }
-    if not c.tied:
-        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
-    for i, kind in enumerate(c.layers):
-        source = f"model.layers.{i}."
-        ff = source + "feed_forward."
-        layer = {
-            "norm1": tensor(source + "operator_norm.weight", c.hidden),
-            "norm2": tensor(source + "ffn_norm.weight", c.hidden),
-            "gate_up": stacked(*(tensor(f"{ff}{n}.weight", c.intermediate, c.hidden) for n in ("w1", "w3"))),
-            "down": tensor(ff + "w2.weight", c.hidden, c.intermediate),
-        }
-        if c.sandwich:
-            layer["post_norm1"] = tensor(source + "post_operator_norm.weight", c.hidden)
-            layer["post_norm2"] = tensor(source + "post_ffn_norm.weight", c.hidden)
-        own = source + ("conv." if kind == "conv" else "self_attn.")
-        layer |= short_conv(c.conv, c.hidden, own) if kind == "conv" else _attention(c, own)
-        made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
-    return made
+    if c.sandwich:
+        made["post_norm1"] = tensor(source + "post_operator_norm.weight", c.hidden)
+        made["post_norm2"] = tensor(source + "post_ffn_norm.weight", c.hidden)
+    if kind == "conv":
+        return made | short_conv(c.conv, c.hidden, source + "conv.")
+    return made | _attention(c, source + "self_attn.")
 
 
 def _attention(c: Config, source: str) -> dict[str, Binding]:

@@ -4,7 +4,7 @@ Parameters (weights are (out, in)): embedding, norm, head unless tied, and for e
     norm1, norm2  (hidden,)
     q, k, v, o    attention; the factor 1/sqrt(head_dim) stands in q
     q_norm, k_norm  (head_dim,) where the family normalizes queries and keys; the factor 1/sqrt(head_dim) stands here
-    gate_up, down SwiGLU; gate's rows come first
+    those of mlp.py
     *_bias        where the config has biases
 
 Qwen3 is the same with norms of queries and keys: ssmd/families/qwen3.py.
@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ssmd.families.attention import attention_of
+from ssmd.families.attention import attention, attention_of
+from ssmd.families.decoder import decoder
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.layers import full_attention
-from ssmd.families.weights import Binding, stacked, tensor
+from ssmd.families.mlp import mlp
+from ssmd.families.weights import Binding, tensor
 from ssmd.model.plan import Attention, Layer, Mlp, Plan
 from ssmd.model.rope import Rope
 
@@ -28,13 +30,12 @@ from ssmd.model.rope import Rope
 class Config:
     vocabulary: int
     hidden: int
-    intermediate: int
+    mlp: Mlp
     layers: int
     attention: Attention
     eps: float
     rope: Rope
     tied: bool
-    mlp_bias: bool
     max_position: int
 
     @staticmethod
@@ -57,13 +58,12 @@ class Config:
         return Config(
             vocabulary=f.size("vocab_size"),
             hidden=f.size("hidden_size"),
-            intermediate=f.size("intermediate_size"),
+            mlp=Mlp(intermediate=f.size("intermediate_size"), bias=f.flag("mlp_bias", False)),
             layers=f.size("num_hidden_layers"),
             attention=attention,
             eps=eps,
             rope=rope,
             tied=f.flag("tie_word_embeddings", False),
-            mlp_bias=f.flag("mlp_bias", False),
             max_position=rope.reach(max_position),
         )
 
@@ -71,7 +71,7 @@ class Config:
 def plan(config: Config) -> Plan:
     """Describe the model."""
     c = config
-    layer = Layer(mixers=(c.attention,), mlp=Mlp(intermediate=c.intermediate, bias=c.mlp_bias))
+    layer = Layer(mixers=(c.attention,), mlp=c.mlp)
     return Plan(
         hidden=c.hidden,
         vocabulary=c.vocabulary,
@@ -85,35 +85,20 @@ def plan(config: Config) -> Plan:
 
 def bindings(config: Config) -> dict[str, Binding]:
     """Bind every parameter to a source's tensors."""
-    c, a = config, config.attention
-    made: dict[str, Binding] = {
-        "embedding": tensor("model.embed_tokens.weight", c.vocabulary, c.hidden),
-        "norm": tensor("model.norm.weight", c.hidden),
+    c = config
+    embedding = tensor("model.embed_tokens.weight", c.vocabulary, c.hidden)
+    norm = tensor("model.norm.weight", c.hidden)
+    return decoder(c, embedding, norm, (_layer(c, f"model.layers.{i}.") for i in range(c.layers)))
+
+
+def _layer(c: Config, source: str) -> dict[str, Binding]:
+    a, part, scale = c.attention, source + "self_attn.", c.attention.head_dim**-0.5
+    made = {
+        "norm1": tensor(source + "input_layernorm.weight", c.hidden),
+        "norm2": tensor(source + "post_attention_layernorm.weight", c.hidden),
     }
-    if not c.tied:
-        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
-    for i in range(c.layers):
-        source, to = f"model.layers.{i}.", f"layer{i}_"
-        made[to + "norm1"] = tensor(source + "input_layernorm.weight", c.hidden)
-        made[to + "norm2"] = tensor(source + "post_attention_layernorm.weight", c.hidden)
-        scale = a.head_dim**-0.5
-        if a.qk_eps is not None:
-            for name, factor in (("q_norm", scale), ("k_norm", 1.0)):
-                made[to + name] = tensor(f"{source}self_attn.{name}.weight", a.head_dim, scale=factor)
-        for name, rows, columns, factor in (
-            ("q", a.heads * a.head_dim, c.hidden, scale if a.qk_eps is None else 1.0),
-            ("k", a.kv_heads * a.head_dim, c.hidden, 1.0),
-            ("v", a.kv_heads * a.head_dim, c.hidden, 1.0),
-            ("o", c.hidden, a.heads * a.head_dim, 1.0),
-        ):
-            part = f"{source}self_attn.{name}_proj."
-            made[to + name] = tensor(part + "weight", rows, columns, scale=factor)
-            if a.bias:
-                made[f"{to}{name}_bias"] = tensor(part + "bias", rows, scale=factor)
-        gate, up, down = (f"{source}mlp.{name}_proj." for name in ("gate", "up", "down"))
-        made[to + "gate_up"] = stacked(*(tensor(p + "weight", c.intermediate, c.hidden) for p in (gate, up)))
-        made[to + "down"] = tensor(down + "weight", c.hidden, c.intermediate)
-        if c.mlp_bias:
-            made[to + "gate_up_bias"] = stacked(*(tensor(p + "bias", c.intermediate) for p in (gate, up)))
-            made[to + "down_bias"] = tensor(down + "bias", c.hidden)
-    return made
+    if a.qk_eps is not None:
+        for name, factor in (("q_norm", scale), ("k_norm", 1.0)):
+            made[name] = tensor(f"{part}{name}.weight", a.head_dim, scale=factor)
+    made |= attention(a, c.hidden, part, q=scale if a.qk_eps is None else 1.0)
+    return made | mlp(c.mlp, c.hidden, source + "mlp.")

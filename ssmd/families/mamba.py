@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from ssmd.families.decoder import decoder
 from ssmd.families.fields import FamilyError, Fields
 from ssmd.families.weights import Binding, mapped, tensor
 from ssmd.model.plan import Layer, Mamba1, Plan
@@ -87,30 +88,28 @@ def plan(config: Config) -> Plan:
 
 def bindings(config: Config) -> dict[str, Binding]:
     """Bind every parameter to a source's tensors."""
-    c, m = config, config.mixer
-    made: dict[str, Binding] = {
-        "embedding": tensor("backbone.embeddings.weight", c.vocabulary, c.hidden),
-        "norm": tensor("backbone.norm_f.weight", c.hidden),
+    c = config
+    embedding = tensor("backbone.embeddings.weight", c.vocabulary, c.hidden)
+    norm = tensor("backbone.norm_f.weight", c.hidden)
+    return decoder(c, embedding, norm, (_layer(c, f"backbone.layers.{i}.") for i in range(c.layers)))
+
+
+def _layer(c: Config, source: str) -> dict[str, Binding]:
+    m, mixer = c.mixer, source + "mixer."
+    made = {
+        "norm": tensor(source + "norm.weight", c.hidden),
+        "in": tensor(mixer + "in_proj.weight", 2 * m.inner, c.hidden),
+        "out": tensor(mixer + "out_proj.weight", c.hidden, m.inner),
+        "conv": mapped(lambda w: w.transpose(2, 1, 0), tensor(mixer + "conv1d.weight", m.inner, 1, m.width)),
+        "x": tensor(mixer + "x_proj.weight", m.rank + 2 * m.states, m.inner),
+        "dt": tensor(mixer + "dt_proj.weight", m.inner, m.rank),
+        "dt_bias": tensor(mixer + "dt_proj.bias", m.inner),
+        "A": mapped(lambda a: -np.exp(a.T), tensor(mixer + "A_log", m.inner, m.states)),
+        "D": tensor(mixer + "D", m.inner),
     }
-    if not c.tied:
-        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
-    for i in range(c.layers):
-        source, to = f"backbone.layers.{i}.", f"layer{i}_"
-        mixer = source + "mixer."
-        made |= {
-            to + "norm": tensor(source + "norm.weight", c.hidden),
-            to + "in": tensor(mixer + "in_proj.weight", 2 * m.inner, c.hidden),
-            to + "out": tensor(mixer + "out_proj.weight", c.hidden, m.inner),
-            to + "conv": mapped(lambda w: w.transpose(2, 1, 0), tensor(mixer + "conv1d.weight", m.inner, 1, m.width)),
-            to + "x": tensor(mixer + "x_proj.weight", m.rank + 2 * m.states, m.inner),
-            to + "dt": tensor(mixer + "dt_proj.weight", m.inner, m.rank),
-            to + "dt_bias": tensor(mixer + "dt_proj.bias", m.inner),
-            to + "A": mapped(lambda a: -np.exp(a.T), tensor(mixer + "A_log", m.inner, m.states)),
-            to + "D": tensor(mixer + "D", m.inner),
-        }
-        if m.conv_bias:
-            made[to + "conv_bias"] = tensor(mixer + "conv1d.bias", m.inner)
-        if m.bias:
-            made[to + "in_bias"] = tensor(mixer + "in_proj.bias", 2 * m.inner)
-            made[to + "out_bias"] = tensor(mixer + "out_proj.bias", c.hidden)
+    if m.conv_bias:
+        made["conv_bias"] = tensor(mixer + "conv1d.bias", m.inner)
+    if m.bias:
+        made["in_bias"] = tensor(mixer + "in_proj.bias", 2 * m.inner)
+        made["out_bias"] = tensor(mixer + "out_proj.bias", c.hidden)
     return made

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ssmd.families.decoder import decoder
 from ssmd.families.fields import Fields
 from ssmd.families.mixer import Names, mamba2, mamba2_of
 from ssmd.families.weights import Binding, tensor
@@ -78,14 +79,11 @@ def plan(config: Config) -> Plan:
 def bindings(config: Config) -> dict[str, Binding]:
     """Bind every parameter to a source's tensors."""
     c = config
-    made: dict[str, Binding] = {
-        "embedding": tensor("backbone.embeddings.weight", c.vocabulary, c.hidden),
-        "norm": tensor("backbone.norm_f.weight", c.hidden),
-    }
-    if not c.tied:
-        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
-    for i in range(c.layers):
-        source = f"backbone.layers.{i}."
-        made[f"layer{i}_norm"] = tensor(source + "norm.weight", c.hidden)
-        made |= {f"layer{i}_{name}": binding for name, binding in mamba2(c.mixer, c.hidden, source + "mixer.").items()}
-    return made
+    embedding = tensor("backbone.embeddings.weight", c.vocabulary, c.hidden)
+    norm = tensor("backbone.norm_f.weight", c.hidden)
+    return decoder(c, embedding, norm, (_layer(c, f"backbone.layers.{i}.") for i in range(c.layers)))
+
+
+def _layer(c: Config, source: str) -> dict[str, Binding]:
+    norm = tensor(source + "norm.weight", c.hidden)
+    return {"norm": norm, **mamba2(c.mixer, c.hidden, source + "mixer.")}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssmd.families.attention import attention, without_rope
+from ssmd.families.decoder import decoder
 from ssmd.families.fields import Fields
 from ssmd.families.layers import PartKind, part_kinds
 from ssmd.families.mixer import Names, mamba2, mamba2_of
@@ -39,6 +40,7 @@ class Config:
     layers: tuple[Mamba2 | Attention | Mlp, ...]
     eps: float
     max_position: int
+    tied: bool = False  # it has no other
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> Config:
@@ -63,26 +65,22 @@ def plan(config: Config) -> Plan:
     c = config
     layers = [Layer(mixers=(), mlp=p) if isinstance(p, Mlp) else Layer(mixers=(p,), mlp=None) for p in c.layers]
     return Plan(
-        hidden=c.hidden, vocabulary=c.vocabulary, eps=c.eps, embedding_scale=1.0, tied=False, layers=tuple(layers)
+        hidden=c.hidden, vocabulary=c.vocabulary, eps=c.eps, embedding_scale=1.0, tied=c.tied, layers=tuple(layers)
     )
 
 
 def bindings(config: Config) -> dict[str, Binding]:
     """Bind every parameter to a source's tensors."""
     c = config
-    made: dict[str, Binding] = {
-        "embedding": tensor("backbone.embeddings.weight", c.vocabulary, c.hidden),
-        "norm": tensor("backbone.norm_f.weight", c.hidden),
-        "head": tensor("lm_head.weight", c.vocabulary, c.hidden),
-    }
-    for i, part in enumerate(c.layers):
-        source = f"backbone.layers.{i}."
-        layer = {"norm": tensor(source + "norm.weight", c.hidden)}
-        if isinstance(part, Mlp):
-            layer |= mlp(part, c.hidden, source + "mixer.")
-        elif isinstance(part, Attention):
-            layer |= attention(part, c.hidden, source + "mixer.", q=part.head_dim**-0.5)
-        else:
-            layer |= mamba2(part, c.hidden, source + "mixer.")
-        made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
-    return made
+    embedding = tensor("backbone.embeddings.weight", c.vocabulary, c.hidden)
+    norm = tensor("backbone.norm_f.weight", c.hidden)
+    return decoder(c, embedding, norm, (_layer(c, part, f"backbone.layers.{i}.") for i, part in enumerate(c.layers)))
+
+
+def _layer(c: Config, part: Mamba2 | Attention | Mlp, source: str) -> dict[str, Binding]:
+    made = {"norm": tensor(source + "norm.weight", c.hidden)}
+    if isinstance(part, Mlp):
+        return made | mlp(part, c.hidden, source + "mixer.")
+    if isinstance(part, Attention):
+        return made | attention(part, c.hidden, source + "mixer.", q=part.head_dim**-0.5)
+    return made | mamba2(part, c.hidden, source + "mixer.")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ssmd.families.attention import attention, attention_of
+from ssmd.families.decoder import decoder
 from ssmd.families.fields import FamilyError, Fields, divides
 from ssmd.families.layers import LayerKind, layer_kinds
 from ssmd.families.mlp import mlp
@@ -114,22 +115,18 @@ def plan(config: Config) -> Plan:
 def bindings(config: Config) -> dict[str, Binding]:
     """Bind every parameter to a source's tensors."""
     c = config
-    made: dict[str, Binding] = {
-        "embedding": tensor(c.prefix + "embed_tokens.weight", c.vocabulary, c.hidden),
-        "norm": _norm(c.prefix + "norm.weight", c.hidden),
+    embedding = tensor(c.prefix + "embed_tokens.weight", c.vocabulary, c.hidden)
+    norm = _norm(c.prefix + "norm.weight", c.hidden)
+    return decoder(c, embedding, norm, (_layer(c, kind, f"{c.prefix}layers.{i}.") for i, kind in enumerate(c.layers)))
+
+
+def _layer(c: Config, kind: LayerKind, source: str) -> dict[str, Binding]:
+    return {
+        "norm1": _norm(source + "input_layernorm.weight", c.hidden),
+        "norm2": _norm(source + "post_attention_layernorm.weight", c.hidden),
+        **mlp(c.mlp, c.hidden, source + "mlp."),
+        **(_deltanet(c, source + "linear_attn.") if kind == "mamba" else _attention(c, source + "self_attn.")),
     }
-    if not c.tied:
-        made["head"] = tensor("lm_head.weight", c.vocabulary, c.hidden)
-    for i, kind in enumerate(c.layers):
-        source = f"{c.prefix}layers.{i}."
-        layer = {
-            "norm1": _norm(source + "input_layernorm.weight", c.hidden),
-            "norm2": _norm(source + "post_attention_layernorm.weight", c.hidden),
-            **mlp(c.mlp, c.hidden, source + "mlp."),
-            **(_deltanet(c, source + "linear_attn.") if kind == "mamba" else _attention(c, source + "self_attn.")),
-        }
-        made |= {f"layer{i}_{name}": binding for name, binding in layer.items()}
-    return made
 
 
 def _norm(name: str, size: int, scale: float = 1.0) -> Binding:

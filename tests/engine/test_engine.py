@@ -1026,6 +1026,31 @@ def test_the_next_best_checkpoint_stands_in_for_damaged_ones(engine: Engine, sto
     assert answer.text == right.text
 
 
+def test_a_checkpoint_removed_meanwhile_is_no_error(
+    engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Retention may remove a state between a request's look-up and its restore."""
+    first = ask(engine, LONG_SYSTEM, user("Before."))
+    right = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."), store=False)
+    removed: list[int] = []
+    parts = Store.parts
+
+    def parts_of_removed(self: Store, number: int, *args: Any, **options: Any) -> Any:
+        if not removed:
+            removed.append(number)
+            with closing(sqlite3.connect(store.file)) as other, other:
+                other.execute("PRAGMA foreign_keys = ON")
+                other.execute("DELETE FROM checkpoint WHERE id = ?", [number])
+        return parts(self, number, *args, **options)
+
+    monkeypatch.setattr(Store, "parts", parts_of_removed)
+    answer = ask(engine, LONG_SYSTEM, user("Before."), answered(first.text), user("After."))
+    assert removed
+    assert answer.usage.cached_tokens > 0
+    assert answer.text == right.text
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 @pytest.fixture
 def held(loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
     """The handles that were reserved for stored states and not released yet."""

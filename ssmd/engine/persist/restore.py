@@ -17,7 +17,7 @@ from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line
-from ssmd.sessions.rows.parts import DamagedState
+from ssmd.sessions.rows.parts import DamagedState, RemovedState
 from ssmd.sessions.sealing import SealedLine
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -158,7 +158,8 @@ class Restorer:
                         self._program.release(handle)
                     if not isinstance(err, StoreError | StateError):
                         raise  # the request ended, or the device is lost: the caller gets the error
-                    log.error("checkpoint %s cannot be used, trying the next best one: %s", number, err)
+                    level = logging.INFO if isinstance(err, RemovedState) else logging.ERROR
+                    log.log(level, "checkpoint %s cannot be used, trying the next best one: %s", number, err)
                     if isinstance(err, DamagedState):
                         self._damaged(number)
                 if found.longer is not None:

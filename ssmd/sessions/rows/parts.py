@@ -38,6 +38,10 @@ class DamagedState(StoreError):
     reason = "damaged"
 
 
+class RemovedState(StoreError):
+    """A checkpoint was removed after it was found, as retention does."""
+
+
 def read_parts(
     connection: Connection,
     checkpoint_id: int,
@@ -57,7 +61,7 @@ def read_parts(
     with as_they_are(connection):
         head = connection.execute(select(*columns).where(c.id == checkpoint_id)).one_or_none()
     if head is None:
-        raise StoreError(f"checkpoint {checkpoint_id} is not stored any more")
+        raise RemovedState(f"checkpoint {checkpoint_id} is not stored any more")
     if head.layout != spec.digest():
         raise DamagedState(f"checkpoint {checkpoint_id} is of layout {head.layout}, the program's is {spec.digest()}")
     if end is not None and (spec.recurrent or not 0 < end <= head.position):
