@@ -5,8 +5,10 @@ Core ML and the NPU cannot execute here: OpenVINO's CPU plugin runs the graphs.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import oracle
 import pytest
 import tiny
 import torch
+from npu_layers import Schedule
 from numpy.typing import NDArray
 from static_graphs import EXACT, StaticGraphs
 from torch import Tensor
@@ -140,3 +143,18 @@ def test_a_sum_over_a_state_becomes_a_product(
     assert (operations(model).get("MatMul", 0), operations(model).get("ReduceSum", 0)) == (products, 1 - products)
     [found] = library.openvino().Core().compile_model(model, "CPU", EXACT)(values).values()
     np.testing.assert_allclose(found, (values[0] * np.abs(values[1])).sum(axis, keepdims=keep), rtol=1e-6, atol=1e-6)
+
+
+def test_a_schedule_is_read_by_operation_and_engine(tmp_path: Path) -> None:
+    layers = [
+        {"Layer type": "MatMul", "DPU time": "738ns", "DMA time": "8us 132ns"},
+        {"Layer type": "MatMul", "DPU time": "1ms 1us"},
+        {"Layer type": "Swish", "Shave time": "2us"},
+    ]
+    events = [{"cat": "Layer", "args": layer} for layer in layers] + [{"cat": "DPU", "args": {}}, {"ph": "M"}]
+    told = {"total duration": 9.5, "DPU duration": 3.0, "SW duration": 2.0, "DMA duration": 8.0}
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events, "taskStatistics": told}))
+    schedule = Schedule.read(tmp_path / "trace.json")
+    assert schedule.cells() == ["10", "3", "2", "8"]
+    assert schedule.engines["MatMul"] == ({"DPU": 2, "DMA": 1}, pytest.approx({"DPU": 1001.738, "DMA": 8.132}))
+    assert schedule.engines["Swish"] == ({"SHAVE": 1}, {"SHAVE": 2.0})
