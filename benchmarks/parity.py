@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from daemon_process import conditions
@@ -29,13 +30,13 @@ from conftest import BUILT, TinyArtifacts, opened
 from evaluated import runtime_of
 from static_graphs import StaticGraphs
 
+from ssmd.authoring.flat import FlatModule
 from ssmd.authoring.host import Host
 from ssmd.authoring.model import author
 from ssmd.families.registry import family_of
 from ssmd.model.artifact import Artifact
 from ssmd.model.source import Source
 from ssmd.model.state import State
-from ssmd.runtime.hoststate.program import FlatProgram
 from ssmd_wgpu.device import devices
 
 ROWS = (
@@ -51,7 +52,7 @@ CONTEXT = 256
 Fed = Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, NDArray[np.float32], State | None]]]
 
 
-def of_program(program: FlatProgram) -> Fed:
+def of_program(program: Any) -> Fed:
     """Return a function that feeds calls of these lengths: positions, their rows of logits, and at last the state."""
 
     def fed(ids: Sequence[int], split: Sequence[int]) -> Iterator[tuple[int, NDArray[np.float32], State | None]]:
@@ -75,7 +76,7 @@ def of_graphs(source: Path) -> Fed:
     graphs = StaticGraphs(author(family, config, bound, CONTEXT), BUCKETS)
 
     def fed(ids: Sequence[int], split: Sequence[int]) -> Iterator[tuple[int, NDArray[np.float32], State | None]]:
-        host = Host(graphs)
+        host = Host(cast(FlatModule, graphs))
         for length in split:
             at = host.position
             row = host.feed(ids[at : at + length], next(b for b in BUCKETS if b >= length), PAD)
