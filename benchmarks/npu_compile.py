@@ -32,10 +32,11 @@ ROOT = Path(__file__).parent.parent
 PLATFORMS = {"3720": "Meteor Lake", "4000": "Lunar Lake", "5010": "Panther Lake"}
 TINY = (
     *("granite", "granite-groups", "mamba", "falcon-mamba", "lfm2", "mamba2-groups", "bamba-last"),
-    *("falcon-h1-norm", "nemotron-h-biases", "qwen3", "llama"),
+    *("falcon-h1-norm", "nemotron-h-biases", "qwen3", "llama", "lfm3", "qwen3.5"),
 )
 BUILT = ("--quant", "f16", "--buckets", "16,64", "--context", "128")
 LIMIT_S = 1200  # of one compile
+SCHEDULE = "compileTimeScheduleTrace.json"  # the compiler's name of the file, which it writes where it runs
 XAMBA = (64, 256)  # segments of ActiBA besides those of the block's own forms
 
 
@@ -79,10 +80,27 @@ class Compiler:
             wanted = [name for name in archive.namelist() if name.startswith("openvino/libs/")]
             archive.extractall(folder / f"openvino-{version}", wanted)
 
-    def compile(self, model: Path, weights: Path, platform: str, *, whole: bool = False) -> Compiled:
-        """Compile a model with the properties that ssmd gives it; `whole`: with the weights in the blob."""
+    def heading(self, platform: str) -> None:
+        """Print the compiler, the platform or platforms, and the conditions."""
+        version, where = (
+            library.package_version(),
+            ", ".join(PLATFORMS.get(p, "not known") for p in platform.split(",")),
+        )
+        print(f"# The NPU compiler of OpenVINO {version} for Windows under Wine, NPU_PLATFORM {platform} ({where});")
+        print(f"# {conditions()}; seconds of one core.")
+        print("# Compiled, not executed: Core ML and the NPU cannot execute here.")
+
+    def compile(
+        self, model: Path, weights: Path, platform: str, *, whole: bool = False, trace: Path | None = None
+    ) -> Compiled:
+        """Compile a model with the properties that ssmd gives it.
+
+        whole: with the weights in the blob. trace: the file that the compiler's schedule is to be written into.
+        """
         properties = {"NPU_COMPILER_TYPE": "PLUGIN", "NPU_PLATFORM": platform, **ELSEWHERE}
         properties["ENABLE_WEIGHTLESS"] = "NO" if whole else "YES"
+        if trace is not None:
+            properties["NPU_COMPILATION_MODE_PARAMS"] = "enable-schedule-trace=true"
         blob = self._folder / "compiled.blob"
         blob.unlink(missing_ok=True)
         files = [_windows(model), _windows(weights), "NPU", _windows(blob)]
@@ -95,6 +113,8 @@ class Compiler:
         said = done.stdout.strip().rpartition("\n")[2]
         if done.returncode or said != "ok":
             return Compiled(why_not=said or f"exit code {done.returncode}")
+        if trace is not None:
+            (self._libraries / SCHEDULE).replace(trace)
         return Compiled(_processor_s() - before, blob.stat().st_size)
 
 
@@ -139,14 +159,17 @@ def built(folder: Path, name: str) -> Path:
     return artifact
 
 
-def artifacts(compiler: Compiler, folders: Sequence[Path], platform: str) -> None:
+def artifacts(compiler: Compiler, folders: Sequence[Path], platform: str, *, weightless: bool) -> None:
+    """weightless: leave out the compiles with the weights in the blob."""
+    ways = {"without weights": False} if weightless else {"without weights": False, "with weights": True}
+
     def rows() -> Iterator[list[str]]:
         for folder in folders:
             for model in sorted(folder.glob("*.xml")):
-                made = [compiler.compile(model, folder / WEIGHTS, platform, whole=whole) for whole in (False, True)]
+                made = [compiler.compile(model, folder / WEIGHTS, platform, whole=whole) for whole in ways.values()]
                 yield [f"{folder.parent.name} {model.stem}", *map(str, made)]
 
-    table(("model", "without weights", "with weights"), rows())
+    table(("model", *ways), rows())
 
 
 def block(compiler: Compiler, folder: Path, platform: str) -> None:
@@ -178,20 +201,18 @@ def main() -> None:
         "names", nargs="*", help="of tiny models (default: one of each family), or folders of artifacts"
     )
     parser.add_argument("--platforms", default="4000", help=", ".join(f"{k} {v}" for k, v in PLATFORMS.items()))
+    parser.add_argument("--weightless", action="store_true", help="of artifacts, only without the weights in the blob")
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / "npu_compile")
     asked = parser.parse_args()
     folder: Path = asked.folder
     folder.mkdir(parents=True, exist_ok=True)
     compiler = Compiler(folder)
     for platform in asked.platforms.split(","):
-        version, where = library.package_version(), PLATFORMS.get(platform, "not known")
-        print(f"# The NPU compiler of OpenVINO {version} for Windows under Wine, NPU_PLATFORM {platform} ({where});")
-        print(f"# {conditions()}; seconds of one core.")
-        print("# Compiled, not executed: Core ML and the NPU cannot execute here.")
+        compiler.heading(platform)
         if asked.what == "tiny":
             tiny(compiler, folder, asked.names or TINY, platform)
         elif asked.what == "artifact":
-            artifacts(compiler, [Path(name) for name in asked.names], platform)
+            artifacts(compiler, [Path(name) for name in asked.names], platform, weightless=asked.weightless)
         else:
             block(compiler, folder, platform)
 

@@ -57,7 +57,8 @@ class Weights:
         self._rng = np.random.default_rng(seed)
 
     def tensor(self, name: str, shape: tuple[int, ...], first: int = 0, last: int | None = None) -> NDArray[np.float32]:
-        assert (first, last) == (0, None), "whole tensors only"
+        """Make a tensor, or its rows from `first` to `last`: others each time, also of the same rows."""
+        shape = ((shape[0] if last is None else last) - first, *shape[1:])
         made = self._rng.standard_normal(shape, np.float32)
         if name.endswith("A_log"):
             rows = np.log(np.arange(1, shape[-1] + 1))

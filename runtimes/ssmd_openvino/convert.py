@@ -7,6 +7,7 @@ import importlib
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 
 from ssmd.authoring.flat import FlatModule, Positional, PositionalLanes
@@ -41,6 +42,7 @@ def converted(module: FlatModule, capacity: int, length: int | None = None) -> A
     model = _traced(Positional(module, names), example, opened)
     if length is not None:
         _fold(model)
+        _multiply_states(model)
     _own_constants(model)
     _order_equals(model)
     _name(model, (*TOKENS, *names), names)
@@ -100,6 +102,36 @@ def _fold(model: Any) -> None:
     manager = passes.Manager()
     manager.register_pass(passes.ConstantFolding())
     manager.run_passes(model)
+
+
+def _multiply_states(model: Any) -> None:
+    """Make products of matrices of sums over the last axis of a state times a row: S k in a step of the delta rule.
+
+    The NPU's compiler computes such a product on the array. A broadcast product that is then summed goes through the
+    vector processors (docs/npu-qwen3.5.md).
+    """
+    opset = importlib.import_module("openvino.opset13")
+    for op in model.get_ordered_ops():
+        if op.get_type_name() != "ReduceSum":
+            continue
+        product, axes = (op.input_value(i).get_node() for i in (0, 1))
+        if product.get_type_name() != "Multiply":
+            continue
+        parts = [product.input_value(i) for i in (0, 1)]
+        state = next((p for p in parts if p.get_node().get_type_name() == "Parameter"), None)
+        if state is None:
+            continue
+        shape = list(product.get_output_shape(0))  # (..., n, K)
+        row = parts[0] if parts[1] == state else parts[1]  # (..., 1, K)
+        last, one_row = len(shape) - 1, list(row.get_shape())[-2:] == [1, shape[-1]]
+        if not one_row or [n % len(shape) for n in np.ravel(axes.get_data())] != [last]:
+            continue
+        y = opset.matmul(state, row, False, True)  # (..., n, 1)
+        if not op.get_attributes()["keep_dims"]:
+            y = opset.squeeze(y, np.array([last], np.int64))
+        y.set_friendly_name(op.get_friendly_name())
+        op.output(0).replace(y.output(0))
+    model.validate_nodes_and_infer_types()
 
 
 def _order_equals(model: Any) -> None:

@@ -17,8 +17,8 @@ OPERATIONS = frozenset(
         *("Abs", "Add", "Broadcast", "Clamp", "Concat", "Constant", "Convert", "CumSum", "Divide", "Equal", "Exp"),
         *("Floor", "Gather", "Greater", "GreaterEqual", "Less", "LessEqual", "MatMul", "Maximum", "Minimum", "Mod"),
         *("Multiply", "Parameter", "Power", "Range", "ReduceMean", "ReduceSum", "Relu", "Reshape", "Result", "Select"),
-        *("ShapeOf", "SoftPlus", "Softmax", "Slice", "Sqrt", "Squeeze", "Subtract", "Swish", "Tile", "Transpose"),
-        *("Unsqueeze", "VariadicSplit"),
+        *("ShapeOf", "Sigmoid", "SoftPlus", "Softmax", "Slice", "Sqrt", "Squeeze", "Subtract", "Swish", "Tile"),
+        *("Transpose", "Unsqueeze", "VariadicSplit"),
     )
 )
 ELEMENTS = frozenset(("f32", "f16", "i64", "i32", "i8", "u8", "boolean"))

@@ -640,7 +640,7 @@ def for_some(runtime: str, *names: str) -> dict[str, Any]:
 
 
 def test_what_is_shipped_for_the_npu() -> None:
-    for header in for_some("npu", "smollm2", "granite-4.0-h-350m").values():
+    for header in for_some("npu", "smollm2", "granite-4.0-h-350m", "qwen3.5-0.8b").values():
         assert (header.runtime, header.device_class, header.quantization) == ("openvino", "npu", "f16")
         assert (header.buckets, header.tiers) == ((64,), (2048,))
         assert header.conversion["npu_lint"] == "passed"
