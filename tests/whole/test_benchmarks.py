@@ -30,6 +30,7 @@ import rendering
 import sampling
 import service
 import speculation
+import states
 import store_scale
 import structured
 import tiny
@@ -43,6 +44,7 @@ import clients
 import runtimes
 from ssmd.engine.sampling.grammar import FORCED_LEAST
 from ssmd.model import smollm2
+from ssmd.model.artifact import Artifact
 from ssmd_wgpu.device import adapters
 
 LLAMA = os.environ.get("SSMD_LLAMA_LIBRARY", "")
@@ -105,6 +107,18 @@ def test_decode(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) ->
     assert [cells[:2] for cells in steps] == [["4", "1"], ["4", "3"]] * 2  # with 1 thread and with 2
     assert [cells[0] for cells in prompts] == ["4"] * 2  # what there is no room for is no row
     assert all(float(cell) >= 0 for cells in found for cell in cells)
+
+
+def test_states(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of keys and values count for each token; a text longer than the context has no cell."""
+    folders = [Artifact.open(artifacts[name]) for name in ("granite-f32", "mamba-f32", "openvino-lfm3-f32")]
+    states.main(folders, at=(5, 70, 1 << 20), computed=1000)
+    printed = [line.split(" | ")[3:] for line in capsys.readouterr().out.splitlines()[4:]]
+    for *cells, last in printed:
+        fixed, more, *at, long, computed = (int(c.replace(",", "") or -1) for c in (*cells, last.strip("| ")))
+        assert at == [fixed + 5 * more, fixed + 70 * more]
+        assert (computed, long > 0) == (fixed + 1000 * more, more == 0)
+    assert len(printed) == len(folders)
 
 
 @pytest.mark.parametrize(("tokens", "streams"), [(1, 1), (16, 1), (1, 3)])
