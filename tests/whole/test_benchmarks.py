@@ -27,6 +27,7 @@ import protocols
 import pytest
 import questions
 import rendering
+import resume
 import sampling
 import service
 import speculation
@@ -119,6 +120,17 @@ def test_states(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) ->
         assert at == [fixed + 5 * more, fixed + 70 * more]
         assert (computed, long > 0) == (fixed + 1000 * more, more == 0)
     assert len(printed) == len(folders)
+
+
+def test_resume_once_loaded(
+    artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resume, "DaemonProcess", DaemonProcess)
+    resume.main([str(artifacts["mamba-f32"])], histories=(200,), append=20, repeats=1, loaded=True)
+    [(_, fed, kind, started, load, *times)] = rows(capsys.readouterr().out)
+    read, cached = map(int, fed.split(" / "))
+    assert (kind, read < cached) == ("exact", True)
+    assert all(float(ms) > 0 for ms in (started, load, *times))
 
 
 @pytest.mark.parametrize(("tokens", "streams"), [(1, 1), (16, 1), (1, 3)])
