@@ -3,14 +3,19 @@
 For each model and history: a first turn; then, five times: SIGKILL, restart, the client re-sends everything plus a
 new message of about 40 tokens. Re-reading is the same prompt length with nothing cached, in the same run.
 
-    benchmarks/resume.py [MODEL…]     names or paths of artifacts; default: smollm2
+    benchmarks/resume.py [MODEL…] [--histories 250,1000,1900] [--append 40] [--repeats 5] [--loaded]
+
+MODEL: names or paths of artifacts; default: smollm2. With --loaded the request comes when the model is loaded again,
+and the start of the process and the load have columns of their own.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from daemon_process import DaemonProcess, Reply, conditions
@@ -38,49 +43,77 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def measure(model: str, history: int, folder: Path) -> tuple[Reply, list[Reply], list[Reply]]:
-    """(first turn, resumed turns, re-read turns)"""
+def load_ms(daemon: DaemonProcess) -> float:
+    """Wait until the daemon's model is loaded. Returns the ms that the load took, by the daemon's clock."""
+    model = daemon.get("/v1/models")[1]["data"][0]["id"]
+    while (row := daemon.post(f"/ssmd/v1/models/{model}/load", {}))["state"] != "loaded":
+        time.sleep(0.02)
+    return float(row["load_ms"])
+
+
+def measure(
+    model: str, history: int, folder: Path, *, append: int = 40, repeats: int = REPEATS, loaded: bool = False
+) -> tuple[list[Reply], list[Reply], list[tuple[float, float]]]:
+    """(resumed turns, re-read turns, ms of each start and load if the requests wait for them)"""
     with DaemonProcess(model, folder / f"data-{history}") as daemon:
-        question = {"role": "user", "content": story(history - 70, "Read this.")}
+        question = {"role": "user", "content": story(history - 30 - append, "Read this.")}
         first = daemon.chat([question], max_tokens=16)
         talk = [question, {"role": "assistant", "content": first.text}]
-        resumed = []
-        for i in range(REPEATS):
+        resumed, waits = [], []
+        for i in range(repeats):
             daemon.kill()
             daemon.start()
-            resumed.append(daemon.chat([*talk, {"role": "user", "content": story(40, f"Question {i}.")}], max_tokens=8))
+            if loaded:
+                waits.append((daemon.healthy_ms, load_ms(daemon)))
+            said = {"role": "user", "content": story(append, f"Question {i}.")}
+            resumed.append(daemon.chat([*talk, said], max_tokens=8))
         reread = [
             daemon.chat(
                 [{"role": "user", "content": story(history - 20, f"Again, number {i}.")}], max_tokens=8, store=False
             )
-            for i in range(REPEATS)
+            for i in range(repeats)
         ]
-        return first, resumed, reread
+        return resumed, reread, waits
 
 
-def main(models: list[str]) -> None:
-    print(f"# resume: {conditions()}; medians of {REPEATS}")
+def main(
+    models: Sequence[str],
+    histories: Sequence[int] = HISTORIES,
+    append: int = 40,
+    repeats: int = REPEATS,
+    loaded: bool = False,
+) -> None:
+    print(f"# resume: {conditions()}; medians of {repeats}")
+    more = ("start ms", "load ms") if loaded else ()
+    heads = ("history", "fed / cached", "resume", *more, "restore ms", "TTFT resumed ms", "TTFT re-read ms", "ratio")
     for model in models:
-        print(
-            f"\n{model}\n| history | fed / cached | resume | restore ms | TTFT resumed ms | TTFT re-read ms | ratio |"
-        )
-        print("| --- | --- | --- | --- | --- | --- | --- |")
+        print(f"\n{model}\n| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
         ttft: dict[int, float] = {}
-        for history in HISTORIES:
+        for history in histories:
             with tempfile.TemporaryDirectory() as folder:
-                _, resumed, reread = measure(model, history, Path(folder))
+                resumed, reread, waits = measure(
+                    model, history, Path(folder), append=append, repeats=repeats, loaded=loaded
+                )
             usage = resumed[-1].usage
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             ttft[history] = median([r.ttft_ms for r in resumed])
             again = median([r.ttft_ms for r in reread])
             restore = median([r.usage["ssmd"]["restore_ms"] for r in resumed])
             states = ", ".join(sorted({r.usage["ssmd"]["resume"] for r in resumed}))
-            print(
-                f"| {usage['prompt_tokens']} | {usage['prompt_tokens'] - cached} / {cached} | {states} | {restore:.0f} "
-                f"| {ttft[history]:.0f} | {again:.0f} | {again / ttft[history]:.1f} |"
-            )
-        print(f"TTFT at {HISTORIES[-1]} / TTFT at {HISTORIES[0]}: {ttft[HISTORIES[-1]] / ttft[HISTORIES[0]]:.2f}")
+            cells = [str(usage["prompt_tokens"]), f"{usage['prompt_tokens'] - cached} / {cached}", states]
+            cells += [f"{median(list(ms)):.0f}" for ms in zip(*waits, strict=True)]
+            cells += [f"{ms:.0f}" for ms in (restore, ttft[history], again)]
+            print(f"| {' | '.join(cells)} | {again / ttft[history]:.1f} |", flush=True)
+        print(f"TTFT at {histories[-1]} / TTFT at {histories[0]}: {ttft[histories[-1]] / ttft[histories[0]]:.2f}")
+    print(f"\n# {conditions()}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["smollm2"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["smollm2"])
+    parser.add_argument("--histories", type=lambda text: [int(n) for n in text.split(",")], default=HISTORIES)
+    parser.add_argument("--append", type=int, default=40, help="tokens of the new message, about")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--loaded", action="store_true", help="wait for the load before each request")
+    given = parser.parse_args()
+    main(given.models, given.histories, given.append, given.repeats, given.loaded)

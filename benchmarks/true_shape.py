@@ -1,6 +1,7 @@
 """Source checkpoints of real shape with random weights, for measuring speed and memory without a download.
 
     python benchmarks/true_shape.py SHAPE FOLDER [--tokenizer FOLDER]    then: ssmd build FOLDER, ssmd bench NAME
+    python benchmarks/true_shape.py SHAPE FOLDER --layers 4 [--vocabulary 49152]    a model's first layers alone
     python benchmarks/true_shape.py SHAPE FOLDER --build RUNTIME:QUANTIZATION
 
 SHAPE: granite-4.0-h-350m, mamba2-130m or another model of scripts/models. The text that such a model writes has no
@@ -25,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +81,21 @@ class Weights:
         return np.ascontiguousarray(made, np.float32)
 
 
-def write(shape: str, folder: Path, tokenizer: Path) -> None:
+def cut(config: Mapping[str, Any], layers: int | None, vocabulary: int | None) -> dict[str, Any]:
+    """Return a config with its first layers alone, and another vocabulary; None leaves the config's own."""
+    made = dict(config)
+    if "text_config" in made:
+        return {**made, "text_config": cut(made["text_config"], layers, vocabulary)}
+    if layers is not None:
+        made["num_hidden_layers"] = layers
+        made |= {name: made[name][:layers] for name in ("layer_types", "layers_block_type") if name in made}
+    return made if vocabulary is None else {**made, "vocab_size": vocabulary}
+
+
+def write(shape: str, folder: Path, tokenizer: Path, layers: int | None = None, vocabulary: int | None = None) -> None:
     """Write the checkpoint in bfloat16, as such are published, with the tokenizer and template of the source checkpoint
     `tokenizer`. One tensor is in memory at a time."""
-    config = {**SHAPES, **SMALL}[shape]
+    config = cut({**SHAPES, **SMALL}[shape], layers, vocabulary)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
@@ -152,15 +165,17 @@ def main() -> None:
     parser.add_argument("shape", choices=[*SHAPES, *SMALL])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="a source checkpoint; else SmolLM2's from its package")
+    parser.add_argument("--layers", type=int, help="the first so many layers; else all")
+    parser.add_argument("--vocabulary", type=int, help="tokens, else the shape's own; SmolLM2's tokenizer has 49,152")
     parser.add_argument("--build", metavar="RUNTIME:QUANTIZATION", action="append", help="measure it, and remove all")
     asked = parser.parse_args()
     if asked.build and asked.folder.exists():
         parser.error(f"{asked.folder} exists; --build takes a new folder, which it removes")
     if asked.tokenizer is not None:
-        write(asked.shape, asked.folder, asked.tokenizer)
+        write(asked.shape, asked.folder, asked.tokenizer, asked.layers, asked.vocabulary)
     else:
         with smollm2_source(Settings(), print) as temporary:
-            write(asked.shape, asked.folder, temporary)
+            write(asked.shape, asked.folder, temporary, asked.layers, asked.vocabulary)
     try:
         for one in asked.build or ():
             print(measure(asked.folder, one), flush=True)

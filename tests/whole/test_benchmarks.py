@@ -27,9 +27,11 @@ import protocols
 import pytest
 import questions
 import rendering
+import resume
 import sampling
 import service
 import speculation
+import states
 import store_scale
 import structured
 import tiny
@@ -43,6 +45,7 @@ import clients
 import runtimes
 from ssmd.engine.sampling.grammar import FORCED_LEAST
 from ssmd.model import smollm2
+from ssmd.model.artifact import Artifact
 from ssmd_wgpu.device import adapters
 
 LLAMA = os.environ.get("SSMD_LLAMA_LIBRARY", "")
@@ -105,6 +108,29 @@ def test_decode(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) ->
     assert [cells[:2] for cells in steps] == [["4", "1"], ["4", "3"]] * 2  # with 1 thread and with 2
     assert [cells[0] for cells in prompts] == ["4"] * 2  # what there is no room for is no row
     assert all(float(cell) >= 0 for cells in found for cell in cells)
+
+
+def test_states(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of keys and values count for each token; a text longer than the context has no cell."""
+    folders = [Artifact.open(artifacts[name]) for name in ("granite-f32", "mamba-f32", "openvino-lfm3-f32")]
+    states.main(folders, at=(5, 70, 1 << 20), computed=1000)
+    printed = [line.split(" | ")[3:] for line in capsys.readouterr().out.splitlines()[4:]]
+    for *cells, last in printed:
+        fixed, more, *at, long, computed = (int(c.replace(",", "") or -1) for c in (*cells, last.strip("| ")))
+        assert at == [fixed + 5 * more, fixed + 70 * more]
+        assert (computed, long > 0) == (fixed + 1000 * more, more == 0)
+    assert len(printed) == len(folders)
+
+
+def test_resume_once_loaded(
+    artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resume, "DaemonProcess", DaemonProcess)
+    resume.main([str(artifacts["mamba-f32"])], histories=(200,), append=20, repeats=1, loaded=True)
+    [(_, fed, kind, started, load, *times)] = rows(capsys.readouterr().out)
+    read, cached = map(int, fed.split(" / "))
+    assert (kind, read < cached) == ("exact", True)
+    assert all(float(ms) > 0 for ms in (started, load, *times))
 
 
 @pytest.mark.parametrize(("tokens", "streams"), [(1, 1), (16, 1), (1, 3)])
