@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from ssmd.build import quality
-from ssmd.build.stripping import Constants
+from ssmd.build.stripping import Constants, makes_late
 from ssmd.families.offsets import with_offsets
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
@@ -150,7 +150,7 @@ def needs_of(converter: Converter, bindings: Mapping[str, Binding], target: Targ
     reads = {name: math.prod(shape) for one in bindings.values() for name, shape in one.reads.items()}
     values, largest = sum(reads.values()), max(sum(map(math.prod, one.reads.values())) for one in bindings.values())
     artifact = int(values * _BYTES[target.quantization])
-    if target.quantization not in converter.late:
+    if not makes_late(converter, target.quantization, bindings):
         return Needs(_BASE_BYTES + 4 * values, 2 * artifact)
     return Needs(_BASE_BYTES + max(4 * _COPIES * largest, artifact * converter.holds), 2 * artifact)
 
@@ -317,7 +317,7 @@ def _write(
     bindings = family.bindings(config)
 
     def module_of(bindings: Mapping[str, Binding]) -> Model:
-        late = target.quantization in converter.late
+        late = makes_late(converter, target.quantization, bindings)
         return author(family, config, make_parameters(bindings, source, late=late), target.context)
 
     with stage("bind the weights"):
