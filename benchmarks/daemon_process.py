@@ -127,7 +127,7 @@ class ServerProcess:
         return response.status, json.loads(body) if body[:1] in (b"{", b"[") else body.decode()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)) as connection:
             connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
             response = connection.getresponse()
             answer = response.read()

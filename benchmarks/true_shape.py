@@ -128,7 +128,7 @@ def measure(folder: Path, asked: str) -> str:
     try:
         with subprocess.Popen([sys.executable, "-m", "ssmd", *command]) as process:
             while process.poll() is None:
-                memory = max(memory, sum(map(_resident, _tree(process.pid))))
+                memory = max(memory, sum(map(_resident, tree(process.pid))))
                 disk = max(disk, free - shutil.disk_usage(folder).free)
                 time.sleep(0.1)
         seconds = time.perf_counter() - begin
@@ -143,7 +143,7 @@ def measure(folder: Path, asked: str) -> str:
     )
 
 
-def _tree(root: int) -> list[int]:
+def tree(root: int) -> list[int]:
     """Return the ids of a process and of all below it."""
     found = [root]
     for pid in found:

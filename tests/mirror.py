@@ -81,15 +81,17 @@ class Mirror:
 
     def commit_now(self) -> str:
         """A new commit of `files`, which `main` becomes."""
-        whole = hashlib.sha1(repr(sorted((n, hashlib.sha256(b).hexdigest()) for n, b in self.files.items())).encode())
+        whole = hashlib.sha1(repr(sorted((n, _sha256(b)) for n, b in self.files.items())).encode())
         self.revisions["main"] = whole.hexdigest()
         return self.commit
 
     def siblings(self) -> list[dict[str, Any]]:
         rows = []
         for name, content in self.files.items():
-            row: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": _blob(content)}
-            if name.endswith(self.lfs):
+            row: dict[str, Any] = {"rfilename": name, "size": len(content)}
+            if not name.endswith(self.lfs):
+                row["blobId"] = _blob(content)
+            else:
                 pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{_sha256(content)}\n".encode()
                 row["lfs"] = {"sha256": _sha256(content), "size": len(content), "pointerSize": len(pointer)}
                 row["blobId"] = _blob(pointer)
@@ -241,8 +243,10 @@ class _Handler(BaseHTTPRequestHandler):
             if start >= len(content):
                 return self._plain(416, {"Content-Range": f"bytes */{len(content)}"})
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        content = content[start:] + bytes(m.more.get(name, 0))
-        length = m.lengths.get(name, len(content))
+        if name in m.more:
+            content += bytes(m.more[name])
+        left = len(content) - start
+        length = m.lengths.get(name, left)
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
@@ -253,17 +257,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not body:
             return None
-        ends = m.breaks[name].pop(0) if m.breaks.get(name) else len(content)
-        for at in range(0, min(ends, len(content)), CHUNK):
+        ends = min(m.breaks[name].pop(0), left) if m.breaks.get(name) else left
+        for at in range(0, ends, CHUNK):
             if name in m.stalls and at + CHUNK > m.stalls[name]:
                 self.wfile.flush()
                 m.going.wait(60)
-            part = content[at : min(at + CHUNK, ends)]
+            part = content[start + at : start + min(at + CHUNK, ends)]
             self.wfile.write(part if length is not None else b"%x\r\n%b\r\n" % (len(part), part))
             m.sent[name] = m.sent.get(name, 0) + len(part)
-        if length is None and ends >= len(content):
+        if length is None and ends == left:
             self.wfile.write(b"0\r\n\r\n")
-        if ends < len(content) or (length is not None and length != len(content)):
+        if ends < left or (length is not None and length != left):
             self.close_connection = True
         return None
 
@@ -290,8 +294,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _sha256(content: Any) -> str:
+    """Return the hash of bytes, or the one that a file which is made as it is read has."""
+    return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else str(content.sha256)
 
 
 def _blob(content: bytes) -> str:

@@ -69,7 +69,7 @@ class OpenVINOConverter:
             ("f16", "int8") if device_class == "npu" else ("int8", "int4", "f16", "f32")
         )
         # The passes are measured with the weights. What is checked for float16 before it is int8 needs them too.
-        late: tuple[Quantization, ...] = ("f16",) if device_class == "npu" else ("int8", "f16", "f32")
+        late: tuple[Quantization, ...] = ("f16",) if device_class == "npu" else ("int8", "int4", "f16", "f32")
         self.late = late if passes is None else ()
         # Each length is a model that the NPU's compiler takes a minute for, and more the longer it is (docs/npu.md).
         self.buckets: tuple[int, ...] | None = (64,) if device_class == "npu" else None
@@ -300,7 +300,10 @@ class SharedWeights:
         """Return the place of a large parameter, or of its scales. Raises BuildError."""
         assert self._late is not None
         shape = _axes(self._late.late[name])
+        blocks = (*shape[:-1], shape[-1] // BLOCK)
         known = {
+            ("f16", _axes(blocks)): "nncf-int4-scale",
+            ("i4", _axes((*blocks, BLOCK))): "nncf-int4",
             ("f16", shape[:-1]): "nncf-int8-scale",
             ("f32", shape): "f32",
             ("f16", shape): "f16",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from ssmd.build import quality
-from ssmd.build.stripping import Constants
+from ssmd.build.stripping import Constants, makes_late
 from ssmd.families.offsets import with_offsets
 from ssmd.families.registry import Family, family_of
 from ssmd.families.rotation import BLOCK, rotated
@@ -150,7 +150,7 @@ def needs_of(converter: Converter, bindings: Mapping[str, Binding], target: Targ
     reads = {name: math.prod(shape) for one in bindings.values() for name, shape in one.reads.items()}
     values, largest = sum(reads.values()), max(sum(map(math.prod, one.reads.values())) for one in bindings.values())
     artifact = int(values * _BYTES[target.quantization])
-    if target.quantization not in converter.late:
+    if not makes_late(converter, target.quantization, bindings):
         return Needs(_BASE_BYTES + 4 * values, 2 * artifact)
     return Needs(_BASE_BYTES + max(4 * _COPIES * largest, artifact * converter.holds), 2 * artifact)
 
@@ -161,8 +161,8 @@ def check_needs(needs: Needs, folder: Path) -> None:
     if memory is not None and memory < needs.memory:
         raise BuildError(
             f"this build takes about {show_size(needs.memory)} of memory, and {show_size(memory)} are free: close "
-            "other programs, build on a machine with more, or see with `ssmd pull` whether ssmd has the model's graph, "
-            "which takes less"
+            "other programs, build on a machine with more, see with `ssmd pull` whether ssmd has the model's graph, "
+            "which takes less, or try it with `ssmd build --anyway`"
         )
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -183,13 +183,15 @@ def build(
     buckets: Sequence[int] | None = None,
     tiers: Sequence[int] | None = None,
     replace: bool = False,
+    anyway: bool = False,
     progress: Progress = lambda line: None,
 ) -> Artifact:
     """Build the artifact folder `out`, which appears whole or not at all. An existing one is refused unless `replace`.
 
     quantization: None is the converter's default. buckets: prefill lengths in tokens; None: the family's. tiers:
     capacities of the KV caches in tokens; None: the converter's. The largest tier is the context. Smaller ones make
-    short conversations fast, as a step attends over all of its cache. progress: gets lines of text. Raises BuildError,
+    short conversations fast, as a step attends over all of its cache. anyway: build even if memory seems too small.
+    progress: gets lines of text. Raises BuildError,
     SourceError or FamilyError before anything is converted if the parts do not fit.
     """
     if out.exists() and not replace:
@@ -200,7 +202,8 @@ def build(
     config = config_of(family, source, progress)
     family.plan(config)  # raises before anything is converted
     target = targeted(converter, family, config, quantization, buckets, tiers)
-    check_needs(needs_of(converter, family.bindings(config), target), out.parent)
+    needs = needs_of(converter, family.bindings(config), target)
+    check_needs(Needs(0, needs.disk) if anyway else needs, out.parent)
     tokenizer = checked_tokenizer(source, config.vocabulary)
 
     def stage(what: str) -> AbstractContextManager[None]:
@@ -317,7 +320,7 @@ def _write(
     bindings = family.bindings(config)
 
     def module_of(bindings: Mapping[str, Binding]) -> Model:
-        late = target.quantization in converter.late
+        late = makes_late(converter, target.quantization, bindings)
         return author(family, config, make_parameters(bindings, source, late=late), target.context)
 
     with stage("bind the weights"):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ssmd.families.offsets import is_multiplied
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import BLOCK
 from ssmd.families.weights import Array, Binding, Parameters, make_parameters, mapped
@@ -30,7 +31,7 @@ from ssmd.refit.refit import bindings_of, refit, stable
 from ssmd.runtime.verify import GOLDEN_POSITIONS, tolerance_of
 
 if TYPE_CHECKING:
-    from ssmd.build.builder import Converter, Target
+    from ssmd.build.builder import Converter, Quantization, Target
 
 Constants = Mapping[str, Sequence[tuple[int, int]]]  # of files, by name: offset and length of each constant
 MOST_PARTS = 8  # rows of a parameter that a graph may hold one by one: those of a convolution
@@ -69,10 +70,6 @@ def make(
     from ssmd.authoring.model import author
     from ssmd.build.reference import golden, one_thread
 
-    if target.quantization == "int4":
-        raise StripError(
-            "a stripped graph has no int4, which no refit can make: build it with `ssmd build --quant int4`"
-        )
     made = []
     for seed in (SEED, OTHER_SEED):
         folder = scratch / str(seed)
@@ -134,12 +131,12 @@ def written(
     family = family_of(config)
     parsed = family.parse(config)
     turned = {"rotation": BLOCK} if converter.rotates(target.quantization) else {}
-    source, bindings = SeededSource(config, seed), bindings_of(config, turned, target.context)
+    recipe = {**turned, **converter.recipe(target.quantization)}
+    source, bindings = SeededSource(config, seed), bindings_of(config, recipe, target.context)
     tables = family.tables(parsed, target.context)
     converter.prepare()
     own = {n: b for n, b in bindings.items() if n not in tables}
-    late = target.quantization in converter.late
-    parameters = make_parameters(own, source, late=late)
+    parameters = make_parameters(own, source, late=makes_late(converter, target.quantization, own))
     module = author(family, parsed, parameters, target.context)
     conversion = converter.write(module, target, folder, lambda _: nullcontext())
     files, literals = strip(folder, converter.constants(folder), bindings, source)
@@ -152,7 +149,7 @@ def written(
         runtime=converter.runtime,
         device_class=converter.device_class,
         quantization=target.quantization,
-        recipe={**turned, **converter.recipe(target.quantization)},
+        recipe=recipe,
         conversion=conversion,
         buckets=target.buckets,
         tiers=target.tiers,
@@ -161,6 +158,14 @@ def written(
         files=files,
     )
     return StrippedGraph(header, literals)
+
+
+def makes_late(converter: Converter, quantization: Quantization, names: Collection[str]) -> bool:
+    """Return True if a converter makes the large ones of these parameters one at a time.
+
+    In int4 experts have zero points, which no encoding of ssmd/refit/encodings.py makes.
+    """
+    return quantization in converter.late and not (quantization == "int4" and any("_experts_" in n for n in names))
 
 
 def strip(
@@ -217,13 +222,16 @@ def _encoded(name: str, array: Array) -> Iterator[tuple[Hole, bytes]]:
     """Yield a parameter's encodings: the whole in every encoding that fits, then single rows if there are few."""
     rows = len(array)
     parts = [(0, rows), *((i, 1) for i in range(rows) if array.ndim > 2 and rows <= MOST_PARTS)]
+    made: dict[Callable[[Array], tuple[Any, ...]], tuple[Any, ...]] = {}
     for encoding, form in ENCODINGS.items():
-        if form.matrices and array.ndim != 2:
+        if (form.matrices and array.ndim != 2) or (form.bits == 4 and not is_multiplied(name)):
             continue
         try:
-            whole = form.form(array)[form.part]
+            if form.form not in made:
+                made[form.form] = form.form(array)
         except ValueError:
             continue  # of such values none stands in the graph
+        whole = made[form.form][form.part]
         for first, count in parts:
             content = np.ascontiguousarray(whole[first : first + count]).tobytes()
             yield (

@@ -79,6 +79,7 @@ def build(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the artifact if it exists.")] = False,
     keep_source: options.KeepSource = False,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Build even if memory seems too small.")] = False,
     offline: options.Offline = False,
 ) -> None:
     """Build an artifact from a source checkpoint. What ssmd has a stripped graph of needs no build: `ssmd pull`.
@@ -123,7 +124,8 @@ def build(
     def look(config: Mapping[str, Any]) -> Purpose:
         check_target(config, target)
         needs = needs_of(converter, config, quantization, lengths, tiers)
-        check_needs(Needs(needs.memory, 0), out.parent)
+        if not anyway:
+            check_needs(Needs(needs.memory, 0), out.parent)
         return Purpose(settings.models_dir, needs.disk, temporary=not keep_source)
 
     with (
@@ -133,7 +135,7 @@ def build(
         _interruptible() as progress,
     ):
         check_texts(source)
-        made = converter.build if isinstance(converter, Packer) else partial(build_artifact, converter)
+        made = converter.build if isinstance(converter, Packer) else partial(build_artifact, converter, anyway=anyway)
         artifact = made(
             source,
             out,

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssmd.cli import options
+from ssmd.cli.build import Quant
 from ssmd.cli.making import (
     BuildFailed,
     alone,
@@ -39,18 +36,20 @@ from ssmd.cli.making import (
     source_of,
 )
 from ssmd.cli.output import USAGE, fail
+from ssmd.cli.reporting import reporting
+from ssmd.machine.memory import available
+from ssmd.machine.size import show_size
 
 if TYPE_CHECKING:
-    from ssmd.build.builder import Packer
+    from ssmd.build.builder import Packer, Quantization
     from ssmd.config import Settings
     from ssmd.hub.pull import PulledSource, Purpose
     from ssmd.machine.progress import Progress
     from ssmd.model.source import Source
     from ssmd.refit.graphfile import StrippedGraph
 
-EACH_S = 0.2  # s between two reported lines of one stage
+SMALLER = "int4"  # where memory is too small for a graph's usual quantization
 _ON_A_HUB = re.compile(r"([^:/]+/[^:/]+):(.+)")  # owner/name:FILE
-_BEHIND_OTHERS = 15  # priority, on the scale of nice
 
 
 def pull(
@@ -77,6 +76,12 @@ def pull(
             help="Runtime to make the artifact for; else the fastest here.",
             metavar="NAME",
             callback=options.known_runtime,
+        ),
+    ] = None,
+    quant: Annotated[
+        Quant | None,
+        typer.Option(
+            help="How weights are stored; else int8, and int4 where only that fits into memory.", show_default=False
         ),
     ] = None,
     context: Annotated[
@@ -106,6 +111,7 @@ def pull(
     settings = Settings(data_dir=data_dir, models_dir=models_dir, offline=offline or None)
     with reporting() if report else contextlib.nullcontext():
         making = _Making(settings, name, runtime or "auto", context, force, keep_source, anyway)
+        making.quantization = None if quant is None else quant.value
         _pull(making, name, revision, folder, to, runtime, as_json, report)
 
 
@@ -127,8 +133,9 @@ def _pull(
         if to is not None:
             fail("--to fetches a whole checkpoint, not one file of it: leave out --to, or the file's name", USAGE)
         folder, name = Path(name), Path(on_hub[2]).stem
-    if to is not None and (folder is not None or runtime is not None or making.context is not None):
-        fail("--to only fetches: leave out --from, --runtime and --context", USAGE)
+    made = (folder, runtime, making.context, making.quantization)
+    if to is not None and any(asked is not None for asked in made):
+        fail("--to only fetches: leave out --from, --runtime, --quant and --context", USAGE)
     if to is None:
         making.settings.prepare_models()  # before anything is fetched
     said: dict[str, object] = {"name": name}
@@ -139,7 +146,7 @@ def _pull(
         why = catalog.why_runtime_unusable(runtime) or f"ssmd has no stripped graphs for runtime {runtime}"
         fail(f"{why}; with PyTorch it can be built: ssmd build {name} --runtime {runtime}")
     making.name = name.rpartition("/")[2]
-    if runtime is not None or folder is not None or report:  # an artifact is wanted
+    if report or any(asked is not None for asked in (runtime, folder, making.quantization)):  # an artifact is wanted
         making.build = name if folder is None else str(folder)
     with _source(making, name, revision, folder, to, said, say) as path:
         known = said.get("path", path)
@@ -194,7 +201,8 @@ def _silent(line: str) -> None:
 class _Recipe:
     """An artifact that can be made: from a graph, or by a packer. Its folder, and bytes of memory and disk.
 
-    most: tokens of a conversation, None if unbounded. exact: True if the bytes of the disk are no estimate.
+    most: tokens of a conversation, None if unbounded. exact: True if the bytes of the disk are no estimate. why: a line
+    about a quantization that was not asked for, or "".
     """
 
     out: Path
@@ -205,6 +213,7 @@ class _Recipe:
     memory: int
     disk: int
     exact: bool
+    why: str = ""
 
 
 @dataclass
@@ -223,6 +232,7 @@ class _Making:
     keep_source: bool = False
     anyway: bool = False
     build: str = ""
+    quantization: Quantization | None = None  # None: the usual one, or the one that fits into memory
     recipe: _Recipe | None = None
     why_not: str = ""
 
@@ -239,6 +249,7 @@ class _Making:
         if self.recipe is None:
             if self.build:
                 way = _way_of(config) if self.runtime == "auto" else f" --runtime {self.runtime}"
+                way += "" if self.quantization is None else f" --quant {self.quantization}"
                 fail(f"{self.why_not}; with PyTorch it can be built: ssmd build {self.build}{way}")
             return KEPT
         if self.recipe.out.exists() and not self.force:
@@ -270,11 +281,12 @@ class _Making:
         mine = self.settings.models_dir / name_of(self.name)
         packer = packer_of(self.runtime)
         if packer is not None:
-            yield _folder(mine, packer.runtime, packer.device_class, packer.quantizations[0])
+            quantization = self.quantization or packer.quantizations[0]
+            yield _folder(mine, packer.runtime, packer.device_class, quantization)
             return
         for runtime in catalog.on_processor() if self.runtime == "auto" else [self.runtime]:
             if self.runtime != "auto" or not catalog.why_runtime_unusable(runtime):
-                forms = {file.stem.partition("@")[2] for file in catalog.files(runtime)}
+                forms = {file.stem.partition("@")[2] for file in catalog.files(runtime, quantization=self.quantization)}
                 yield from (mine / form for form in sorted(forms) if (mine / form).exists())
                 return
 
@@ -284,7 +296,6 @@ class _Making:
         An installed one is kept, unless `force`. whose: the source's name, if not `name`.
         """
         from ssmd.hub.download import check_room
-        from ssmd.machine.size import show_size
         from ssmd.refit import catalog
         from ssmd.refit.gguf import loss
         from ssmd.refit.gguf.source import GGUFSource
@@ -298,6 +309,8 @@ class _Making:
         with alone(out):
             if self.made_before(say) is not None:
                 return out
+            if recipe.why:
+                say(recipe.why)
             if recipe.exact:
                 check_room(recipe.disk, self.settings.models_dir, "SSMD_MODELS_DIR", "written")
             if graph is not None:
@@ -309,7 +322,8 @@ class _Making:
             else:
                 assert packer is not None
                 tiers = None if self.context is None else [self.context]
-                made = packer.build(source, out, name=self.name, tiers=tiers, replace=True, progress=say)
+                how: dict[str, Any] = {"quantization": self.quantization, "tiers": tiers}
+                made = packer.build(source, out, name=self.name, **how, replace=True, progress=say)
                 defaults(out)
             manifest = made.manifest
             if isinstance(source, GGUFSource):
@@ -321,18 +335,42 @@ class _Making:
 
 
 def _recipe(config: Mapping[str, Any], making: _Making) -> tuple[_Recipe | None, str]:
-    """Return (the recipe, ""), or (None, the reason) if ssmd has no graph of such a config."""
-    from ssmd.refit import catalog
-    from ssmd.refit.refit import bounded
+    """Return (the recipe, ""), or (None, the reason) if ssmd has no graph of such a config.
 
+    Without a quantization it is the usual one. Where memory is too small for that, it is int4 if there is a graph that
+    fits; the recipe says so.
+    """
     runtime, mine = making.runtime, making.settings.models_dir / name_of(making.name)
     packer = packer_of(runtime)
     if packer is not None:
-        out = _folder(mine, packer.runtime, packer.device_class, packer.quantizations[0])
+        quantization = making.quantization or packer.quantizations[0]
+        out = _folder(mine, packer.runtime, packer.device_class, quantization)
         tiers = None if making.context is None else [making.context]
-        needs = needs_of(packer, config, tiers=tiers)
+        needs = needs_of(packer, config, quantization, tiers=tiers)
         return _Recipe(out, runtime, None, packer, making.context, needs.memory, needs.disk, exact=False), ""
-    graph, why_not = catalog.choose_graph(config, catalog.on_processor() if runtime == "auto" else [runtime])
+    recipe, why_not = _of_graph(config, making, mine, making.quantization)
+    if recipe is None or making.quantization is not None or (recipe.out.exists() and not making.force):
+        return recipe, why_not
+    smaller, _ = _of_graph(config, making, mine, SMALLER)
+    if smaller is None or smaller.runtime != recipe.runtime or smaller.disk >= recipe.disk:
+        return recipe, ""
+    usual, free = recipe.graph.header.quantization if recipe.graph else "", available()
+    if free is not None and smaller.memory <= free < recipe.memory and not making.anyway:
+        takes = f"{usual} takes about {show_size(recipe.memory)} of memory, and {show_size(free)} are free"
+        return replace(smaller, why=f"the weights become {SMALLER}, as {takes}; --quant {usual} is the usual one"), ""
+    disk = f"takes {show_size(smaller.disk)} of disk and memory in place of {show_size(recipe.disk)}"
+    return replace(recipe, why=f"the weights become {usual}, the usual one; --quant {SMALLER} {disk}"), ""
+
+
+def _of_graph(
+    config: Mapping[str, Any], making: _Making, mine: Path, quantization: str | None
+) -> tuple[_Recipe | None, str]:
+    """Return (the recipe of a graph, ""), or (None, the reason). mine: the folder of the model."""
+    from ssmd.refit import catalog
+    from ssmd.refit.refit import bounded
+
+    runtimes = catalog.on_processor() if making.runtime == "auto" else [making.runtime]
+    graph, why_not = catalog.choose_graph(config, runtimes, quantization)
     if graph is None:
         return None, why_not
     h = graph.header
@@ -344,9 +382,6 @@ def _recipe(config: Mapping[str, Any], making: _Making) -> tuple[_Recipe | None,
 
 def _check_memory(needed: int) -> None:
     """Check that the machine has the memory free that a pull takes. Raises BuildFailed."""
-    from ssmd.machine.memory import available
-    from ssmd.machine.size import show_size
-
     free = available()
     if free is not None and free < needed:
         raise BuildFailed(
@@ -447,7 +482,6 @@ def pulled(model: str | None, settings: Settings, *, yes: bool = False, ask: boo
     from ssmd.hub import hub
     from ssmd.hub.pull import find, nbytes_of
     from ssmd.installed import places
-    from ssmd.machine.size import show_size
     from ssmd.model import smollm2
     from ssmd.refit import catalog
 
@@ -537,63 +571,3 @@ def _some_runtime(wanted: str, device: str | None = None) -> bool:
         return True
     get_runtime(target_of(names[0])[0].name)
     return False
-
-
-@contextlib.contextmanager
-def reporting() -> Iterator[None]:
-    """Report the progress of all work inside as lines: {"stage", "done", "total", "unit"}, null if unknown.
-
-    Such a process has a low priority. It ends as by Ctrl-C when the daemon closes its stdin, or is gone.
-    """
-    from ssmd.machine.processor import behind_others
-    from ssmd.machine.progress import reported
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a daemon in the background may have it ignored
-    behind_others(_BEHIND_OTHERS)
-    news = _News(os.dup(1))  # a descriptor of its own: a stage holds stdout back
-    threading.Thread(target=news.write_on, daemon=True).start()
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
-    with reported(news.tell):
-        yield
-
-
-class _News:
-    """The last progress, until it is written."""
-
-    def __init__(self, out: int) -> None:
-        self._out = out
-        self._lock = threading.Lock()
-        self._stage, self._line = "", b""
-
-    def tell(self, stage: str, done: int, total: int, unit: str) -> None:
-        """Take the progress of a stage. A new stage is written at once."""
-        known = {"done": done if total else None, "total": total or None, "unit": unit or None}
-        with self._lock:
-            new, self._stage = stage != self._stage, stage
-            self._line = json.dumps({"stage": stage, **known}).encode() + b"\n"
-            if new:
-                self._write()
-
-    def write_on(self) -> None:
-        """Write new progress every EACH_S, for ever."""
-        while True:
-            time.sleep(EACH_S)
-            with self._lock:
-                self._write()
-
-    def _write(self) -> None:
-        line, self._line = self._line, b""
-        with contextlib.suppress(OSError):  # the daemon is gone, and this process ends in a moment
-            os.write(self._out, line)
-
-
-def _end_with_stdin() -> None:
-    with contextlib.suppress(OSError):
-        while os.read(0, 4096):
-            pass
-    if sys.platform == "win32":
-        import _thread
-
-        _thread.interrupt_main()
-    else:
-        os.kill(os.getpid(), signal.SIGINT)

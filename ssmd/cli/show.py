@@ -144,26 +144,27 @@ def _list_available(folder: Path, *, as_json: bool) -> None:
     from ssmd.machine.memory import available
     from ssmd.machine.size import show_size
     from ssmd.refit import catalog
-    from ssmd.runtime.info import targets
+    from ssmd.runtime.info import target_for, targets
 
     there = {(name, path.name) for name, path in places(folder)} if folder.is_dir() else set()
-    rows: list[tuple[str, str, dict[str, int], bool]] = []
+    rows: list[tuple[str, str, str, dict[str, int], bool]] = []
     for name in catalog.names():
-        for runtime in targets():
-            disk = catalog.disk_of(name, runtime)
-            if disk is not None:
-                sizes = {"download_bytes": package_bytes(name) or catalog.download_of(name), "bytes": disk}
-                sizes["memory_bytes"] = catalog.memory_of(disk)
-                forms = {file.stem.partition("@")[2] for file in catalog.files(runtime, name)}
-                rows.append((name, runtime, sizes, any((name, form) in there for form in forms)))
+        for file in (file for runtime in targets() for file in catalog.files(runtime, name)):
+            form, quantization = file.stem.partition("@")[2], catalog.quantization_of(file)
+            runtime = target_for(*form.split("-")[:2]).name
+            disk = catalog.disk_of(name, runtime, quantization) or 0
+            sizes = {"download_bytes": package_bytes(name) or catalog.download_of(name), "bytes": disk}
+            sizes["memory_bytes"] = catalog.memory_of(disk)
+            rows.append((name, runtime, quantization, sizes, (name, form) in there))
     if as_json:
-        found = [{"name": n, "runtime": runtime, **sizes, "installed": here} for n, runtime, sizes, here in rows]
+        names = ("name", "runtime", "quantization")
+        found = [dict(zip(names, what, strict=True)) | sizes | {"installed": here} for *what, sizes, here in rows]
         typer.echo(json.dumps(found, indent=1))
         return
-    table = [("name", "runtime", "download", "disk", "memory", "")]
-    for name, runtime, sizes, here in rows:
+    table = [("name", "runtime", "quantization", "download", "disk", "memory", "")]
+    for name, runtime, quantization, sizes, here in rows:
         download, disk_bytes, memory = map(show_size, sizes.values())
-        table.append((name, runtime, download, disk_bytes, memory, "installed" if here else ""))
+        table.append((name, runtime, quantization, download, disk_bytes, memory, "installed" if here else ""))
     for line in output.lines(table):
         typer.echo(line)
     free = available()

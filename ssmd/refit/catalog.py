@@ -191,12 +191,12 @@ def _cache_in(folder: Path) -> Iterator[None]:
             os.environ["SSMD_CACHE_DIR"] = before
 
 
-def shipped(runtime: str | None = None) -> Iterator[StrippedGraph]:
-    """Yield the shipped graphs in order of their names. runtime: only those of a value of `--runtime`.
+def shipped(runtime: str | None = None, quantization: str | None = None) -> Iterator[StrippedGraph]:
+    """Yield the shipped graphs in the order of `files`. runtime: only those of a value of `--runtime`.
 
     Raises StrippedError.
     """
-    for file in files(runtime):
+    for file in files(runtime, quantization=quantization):
         yield StrippedGraph.open(file)
 
 
@@ -205,14 +205,20 @@ def names(runtime: str | None = None) -> list[str]:
     return sorted({file.name.partition("@")[0] for file in files(runtime)})
 
 
-def files(runtime: str | None = None, name: str = "*") -> list[Path]:
-    """List the files of stripped graphs, of ssmd and of runtimes that bring their own, by name."""
-    made_for = "*"
+def files(runtime: str | None = None, name: str = "*", quantization: str | None = None) -> list[Path]:
+    """List the files of stripped graphs, of ssmd and of runtimes that bring their own, by name; int4 comes last."""
+    made_for, ending = "*", quantization or "*"
     if runtime is not None:
         info, target = target_of(runtime)
-        made_for = f"{info.name}-{target.device_class}-*"
+        made_for = f"{info.name}-{target.device_class}"
     folders = [SHIPPED, *(info.graphs for info in infos() if info.graphs is not None)]
-    return sorted((f for folder in folders for f in folder.glob(f"{name}@{made_for}{SUFFIX}")), key=lambda f: f.name)
+    found = (f for folder in folders for f in folder.glob(f"{name}@{made_for}-{ending}{SUFFIX}"))
+    return sorted(found, key=lambda f: (quantization_of(f) == "int4", f.name))
+
+
+def quantization_of(file: Path) -> str:
+    """Return the quantization in the name of a graph's file."""
+    return file.stem.rpartition("-")[2]
 
 
 def on_processor() -> list[str]:
@@ -244,32 +250,38 @@ def download_of(name: str) -> int:
 
 
 @cache
-def disk_of(name: str, runtime: str) -> int | None:
-    """Return the bytes of a model's graph and weights on disk for a runtime; None if no graph has them."""
-    found = files(runtime, name)
+def disk_of(name: str, runtime: str, quantization: str | None = None) -> int | None:
+    """Return the bytes of a model's graph and weights on disk for a runtime; None if no graph has them.
+
+    quantization: None is the usual one.
+    """
+    found = files(runtime, name, quantization)
     return sum(file.size for file in StrippedGraph.open(found[0]).header.files) if found else None
 
 
-def choose_graph(config: Mapping[str, Any], runtimes: Sequence[str]) -> tuple[StrippedGraph | None, str]:
-    """Choose the graph that a config fits, of the first possible runtime of `runtimes`.
+def choose_graph(
+    config: Mapping[str, Any], runtimes: Sequence[str], quantization: str | None = None
+) -> tuple[StrippedGraph | None, str]:
+    """Choose the graph that a config fits, of the first possible runtime of `runtimes`, of the usual quantization.
 
     Possible are runtimes that can be used here, and those whose artifacts can be made anywhere. Returns (graph, ""), or
     (None, the reason). Raises FamilyError if the config's family is not supported.
     """
     why, lacking, nearest = [], [], ""
+    stored = "" if quantization is None else f" in {quantization}"
     least = None
     for runtime in runtimes:
         if said := uninstalled(runtime) if info_of(runtime).builds_anywhere else why_runtime_unusable(runtime):
             why.append(said)
             continue
-        found = [(differences(graph.header, config), graph) for graph in shipped(runtime)]
+        found = [(differences(graph.header, config), graph) for graph in shipped(runtime, quantization)]
         for differing, graph in found:
             if not differing:
                 return graph, ""
             if "model_type" not in differing and (least is None or len(differing) < least):
                 least = len(differing)
                 nearest = f"; it is nearly {graph.header.name}, but {differences_text(differing)}"
-        lacking.append(f"{runtime}{'' if found else ', nor any for that'}")
+        lacking.append(f"{runtime}{stored}{'' if found else ', nor any for that'}")
     if lacking:
         why.append(f"ssmd has no stripped graph of this config for runtime {' or '.join(lacking)}")
     return None, "; ".join(why) + nearest

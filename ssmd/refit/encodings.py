@@ -1,6 +1,6 @@
 """The encodings of parameters in runtimes' files: the same bytes as the converters', made with numpy alone.
 
-Every scale belongs to one row (an output channel), so that rows can be encoded a few at a time.
+Every scale belongs to one row (an output channel) or to a block of one, so that rows can be encoded a few at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.families.offsets import BLOCK
 from ssmd.families.weights import Array
 
 Encoded = NDArray[Any]
@@ -30,6 +31,7 @@ class Encoding:
     form: Callable[[Array], tuple[Encoded, ...]]
     part: int = 0
     matrices: bool = False  # whether it is for weights of two axes alone
+    bits: int = 8  # of a value of a matrix
 
 
 def _f32(rows: Array) -> tuple[Encoded, ...]:
@@ -49,6 +51,19 @@ def _nncf_int8(rows: Array) -> tuple[Encoded, ...]:
     scale = np.where(low >= high, low, -high) / np.float32(128)
     scale = np.where(np.abs(scale) < _TINY, _TINY, scale)
     return np.clip(np.rint(rows / scale), -128, 127).astype(np.int8), _half(scale.astype(np.float32))
+
+
+def _nncf_int4(rows: Array) -> tuple[Encoded, ...]:
+    """Encode as nncf 3.4, INT4_SYM in groups of BLOCK: int4 (n, k / 2), two in a byte, the first in the low half.
+
+    The scales are float16 (n, k / BLOCK). Of 8 steps the largest value has the scale, as in _nncf_int8.
+    """
+    blocks = _blocks(rows)
+    low, high = np.abs(blocks.min(-1, keepdims=True)), blocks.max(-1, keepdims=True)
+    scale = np.where(low >= high, low, -high) / np.float32(8)
+    scale = np.where(np.abs(scale) < _TINY, _TINY, scale)
+    levels = np.clip(np.rint(blocks / scale), -8, 7).astype(np.int8)
+    return _nibbles(levels.reshape(rows.shape)), _half(scale[..., 0].astype(np.float32))
 
 
 def _litert_int8(rows: Array) -> tuple[Encoded, ...]:
@@ -74,6 +89,20 @@ def _coreml_int8(rows: Array) -> tuple[Encoded, ...]:
     return np.nan_to_num(steps).astype(np.int8), scale.astype("<f2")
 
 
+def _blocks(rows: Array) -> Array:
+    """Return rows (n, k) as blocks (n, k / BLOCK, BLOCK). Raises EncodingError."""
+    if rows.shape[-1] % BLOCK:
+        raise EncodingError(f"rows of {rows.shape[-1]} values are not whole blocks of {BLOCK}")
+    return rows.reshape(len(rows), -1, BLOCK)
+
+
+def _nibbles(levels: Encoded) -> Encoded:
+    """Pack int8 levels (n, k) of -8..7 as bytes (n, k / 2), the first of two in the low half."""
+    halves = levels.view(np.uint8) & 15
+    packed: Encoded = halves[:, ::2] | halves[:, 1::2] << 4
+    return packed
+
+
 def _half(values: Array) -> Encoded:
     with np.errstate(over="ignore"):
         half = values.astype("<f2")
@@ -88,6 +117,8 @@ ENCODINGS: Mapping[str, Encoding] = {
     "f16": Encoding(_f16),
     "nncf-int8": Encoding(_nncf_int8, 0, matrices=True),
     "nncf-int8-scale": Encoding(_nncf_int8, 1, matrices=True),
+    "nncf-int4": Encoding(_nncf_int4, 0, matrices=True, bits=4),
+    "nncf-int4-scale": Encoding(_nncf_int4, 1, matrices=True, bits=4),
     "litert-int8": Encoding(_litert_int8, 0, matrices=True),
     "litert-int8-scale": Encoding(_litert_int8, 1, matrices=True),
     "coreml-int8": Encoding(_coreml_int8, 0, matrices=True),
@@ -99,6 +130,11 @@ def decoded(array: Array, encodings: Iterable[str]) -> Array:
     """Return a parameter as a runtime reads it from its file in these encodings."""
     for name in encodings:
         encoding = ENCODINGS[name]
+        if encoding.bits == 4:
+            packed, scales = encoding.form(array)
+            levels = np.stack([packed << 4, packed], -1).astype(np.uint8).view(np.int8) >> 4  # (n, k / 2, 2)
+            blocks = levels.reshape(len(array), -1, BLOCK).astype(np.float32)
+            return (blocks * scales.astype(np.float32)[..., None]).reshape(array.shape)
         if encoding.matrices:
             values, scales = encoding.form(array)
             return values.astype(np.float32) * scales.astype(np.float32)

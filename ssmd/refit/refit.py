@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from ssmd.families.fields import FamilyError
+from ssmd.families.offsets import BLOCK, is_multiplied, with_offsets
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import Array, Binding
@@ -21,6 +22,7 @@ from ssmd.refit.graphfile import Header, Hole, StrippedGraph
 from ssmd.refit.install import has_own_head, unused_tensors
 
 Differences = dict[str, tuple[object, object]]  # by the field of config.json: a source's value, and a graph's
+DIVIDED_ABOVE = 64 * 64  # values of a matrix that has 4 bits in int4; smaller ones stay float32
 MOST_SHOWN = 3  # differing fields in a message
 
 
@@ -172,7 +174,31 @@ def bindings_of(config: Mapping[str, Any], recipe: Mapping[str, Any], context: i
     family = family_of(config)
     parsed = family.parse(config)
     made = family.bindings(parsed)
-    return {**(rotated(made) if "rotation" in recipe else made), **family.tables(parsed, context)}
+    if "rotation" in recipe:
+        made = rotated(made)
+    if "offsets" in recipe:
+        made = with_offsets(made, [name for name in made if is_multiplied(name) and _is_divided(made[name], config)])
+    return {**made, **family.tables(parsed, context)}
+
+
+class _Zeros:
+    """A source of a config whose tensors have their shapes and no values."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config, self.path = config, Path("no source")
+
+    def tensor(self, name: str, shape: tuple[int, ...], first: int = 0, last: int | None = None) -> Array:
+        return np.broadcast_to(np.float32(0), (len(range(shape[0])[first:last]), *shape[1:]))
+
+
+def _is_divided(binding: Binding, config: Mapping[str, Any]) -> bool:
+    """Return True if a matrix has more than DIVIDED_ABOVE values in rows of whole blocks: int4 divides it so."""
+    values = 0
+    for rows in binding.blocks(_Zeros(config)):
+        values += rows.size
+        if rows.ndim != 2 or rows.shape[1] % BLOCK or values > DIVIDED_ABOVE:
+            break
+    return rows.ndim == 2 and rows.shape[1] % BLOCK == 0 and values > DIVIDED_ABOVE
 
 
 def _check_tables(header: Header, places: Mapping[str, list[tuple[str, Hole]]]) -> None:

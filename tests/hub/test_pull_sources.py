@@ -146,6 +146,17 @@ def test_a_pull_without_memory_fetches_no_weights(hub: Mirror, before: str, tmp_
     assert done(tmp_path, hub, before + full, "--anyway")["fetched"]
 
 
+def test_a_build_without_memory_fetches_no_weights(hub: Mirror, tmp_path: Path) -> None:
+    full = "import ssmd.machine.memory as m; m.available = lambda: 5_000_000; "
+    asked = ("build", ORIGIN, "--runtime", "wgpu", "--quant", "f32", "--context", "64", "--buckets", "16")
+    said = refused(tmp_path, hub, full, *asked)
+    assert "error: this build takes about " in said
+    assert "`ssmd build --anyway`" in said
+    assert fetched(hub) == ["config.json"]
+    built = ran(tmp_path, hub, full, *asked, "--anyway")
+    assert (built.returncode, built.stderr) == (0, "")
+
+
 def test_the_disk_has_to_take_source_and_artifact(hub: Mirror, before: str, graphs: Path, tmp_path: Path) -> None:
     source = sum(len(b) for n, b in hub.files.items() if n != "README.md")
     artifact = sum(f.size for f in StrippedGraph.open(next(graphs.iterdir())).header.files)

@@ -20,14 +20,15 @@ from refitting import stripped
 from safetensors.numpy import save_file
 
 from ssmd.build.builder import Target
-from ssmd.build.stripping import Label, StripError, make, strip, written
+from ssmd.build.stripping import Label, StripError, strip, written
+from ssmd.families.offsets import BLOCK, SUFFIX, divided
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import given
 from ssmd.model.artifact import Artifact
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source, SourceError, Tensors
-from ssmd.refit.encodings import ENCODINGS, EncodingError
+from ssmd.refit.encodings import ENCODINGS, EncodingError, decoded
 from ssmd.refit.graphfile import StrippedError, StrippedGraph
 from ssmd.refit.refit import RefitError, bindings_of, refit
 from ssmd_coreml.build import CONVERTER as COREML
@@ -66,7 +67,7 @@ REFITTED = [
     n for n in KEPT if BUILT[n].runtime != "wgpu" and BUILT[n].quantization != "int4" and n not in (INLINE, *WHOLE_ONLY)
 ]
 # Of the others test_artifacts_can_be_had_again says as much, and of int8 with other weights test_from_a_checkpoint.
-USUAL = {("mamba", "f32")}
+USUAL = {("mamba", "f32"), ("llama", "int4")}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ USUAL = {("mamba", "f32")}
     [
         pytest.param(v, q, marks=[] if (v, q) in USUAL else [pytest.mark.full])
         for v in ONE_EACH
-        for q in ("f32", "int8")
+        for q in ("f32", "int8", "int4")
     ],
 )
 def test_openvinos_files_are_those_of_a_build(
@@ -223,6 +224,33 @@ def test_int8_is_nncfs() -> None:
         assert np.array_equal(encoded("nncf-int8-scale", matrix), scales)
 
 
+def test_int4_is_nncfs() -> None:
+    nncf = library.nncf()
+    from nncf.quantization.algorithms.weight_compression.config import WeightCompressionConfig
+    from nncf.quantization.algorithms.weight_compression.weight_lowering import do_integer_quantization
+    from nncf.tensor import Tensor as NNCFTensor
+
+    config = WeightCompressionConfig(mode=nncf.CompressWeightsMode.INT4_SYM, group_size=BLOCK)
+    for repeats in (1, 40):
+        matrix = np.concatenate([divided(rows())[0]] * repeats)
+        expected = do_integer_quantization(NNCFTensor(matrix), config, reduction_axes=(1,))
+        levels = np.asarray(expected.tensor.data).reshape(matrix.shape)
+        scales = np.asarray(expected.scale.data, np.float32).astype(np.float16)[..., 0]
+        assert np.array_equal(encoded("nncf-int4", matrix), (levels[:, ::2] & 15 | levels[:, 1::2] << 4).view(np.uint8))
+        assert np.array_equal(encoded("nncf-int4-scale", matrix), scales)
+        assert np.array_equal(decoded(matrix, ["nncf-int4"]), matrix), "16 levels are found again"
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_int4_divides_the_weights_that_a_converter_names(variant: str) -> None:
+    family, fields = tiny.VARIANTS[variant]
+    source = SeededSource({"model_type": family, "vocab_size": 300, **fields}, 1)
+    bindings = bindings_of(source.config, {}, 64)
+    more = bindings_of(source.config, OPENVINO.recipe("int4"), 64).keys() - bindings.keys()
+    named = OPENVINO.offsets({name: binding(source).shape for name, binding in bindings.items()}, "int4")
+    assert more == {name + SUFFIX for name in named}
+
+
 def test_int8_is_ai_edge_quantizers() -> None:
     from ai_edge_quantizer import qtyping
     from ai_edge_quantizer.algorithms.uniform_quantize import uniform_quantize_tensor as theirs
@@ -352,13 +380,6 @@ def forged(graph: StrippedGraph, file: Path, change: Any, tail: bytes = b"") -> 
     content = len(text).to_bytes(8, "little") + text + b"".join(graph.literals) + tail
     packed = zstandard.ZstdCompressor().compress(content)
     file.write_bytes(b"ssmd stripped graph 1\n" + hashlib.sha256(packed).digest() + packed)
-
-
-def test_there_are_no_graphs_of_int4(tmp_path: Path) -> None:
-    target = Target("int4", (16,), (64,))
-    with pytest.raises(StripError, match=r"a stripped graph has no int4.*ssmd build --quant int4"):
-        make(LITERT, tiny.LLAMA, target, tmp_path, label=Label("t"), stage=lambda _: nullcontext())
-    assert list(tmp_path.iterdir()) == []
 
 
 def holed(header: dict[str, Any]) -> dict[str, Any]:

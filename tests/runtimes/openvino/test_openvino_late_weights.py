@@ -12,6 +12,7 @@ import tiny
 from ssmd.authoring.model import author
 from ssmd.build.builder import BuildError, Quantization, Target
 from ssmd.families import weights
+from ssmd.families.offsets import with_offsets
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import Parameters, make_parameters, tensor
@@ -31,6 +32,7 @@ ROWS, COLUMNS = 600, 512
         # With a loop: such a model has lost the names of its constants.
         (CONVERTER, "mamba", "f32", {"embedding", "layer0_in"}),
         (NPU_CONVERTER, "llama", "f16", {"embedding", "layer0_down"}),
+        (CONVERTER, "llama", "int4", {"embedding", "layer0_down", "layer0_gate_up", "layer0_gate_up_offset"}),
     ],
 )
 def test_late_weights_give_the_same_files(
@@ -43,13 +45,17 @@ def test_late_weights_give_the_same_files(
 ) -> None:
     monkeypatch.setattr(weights, "LATE_BYTES", 2048)
     name, fields = tiny.VARIANTS[variant]
-    source = SeededSource({"model_type": name, "vocab_size": 300, **fields}, 1)
+    wide = {"intermediate_size": 1536, "num_hidden_layers": 1} if quantization == "int4" else {}  # int8 offsets
+    source = SeededSource({"model_type": name, "vocab_size": 300, **fields, **wide}, 1)
     family = family_of(source.config)
     config = family.parse(source.config)
     target = Target(cast(Quantization, quantization), (16,), (64,))
     assert quantization in converter.late
     bindings = family.bindings(config)
     form = rotated(bindings) if converter.rotates(target.quantization) else bindings
+    if quantization == "int4":
+        shapes = {name: binding(source).shape for name, binding in bindings.items()}
+        form = with_offsets(bindings, converter.offsets(shapes, "int4"))
     made = {}
     for late in (False, True):
         module = author(family, config, make_parameters(form, source, late=late), target.context)

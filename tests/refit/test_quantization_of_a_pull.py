@@ -1,0 +1,88 @@
+"""The quantization of a pull: as asked for; else the usual one, or int4 where only that fits into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ssmd.cli import app
+from ssmd.cli import pull as command
+from ssmd.config import Settings
+from ssmd.refit import catalog
+from ssmd.refit.graphfile import StrippedGraph
+
+MORE = 1 << 20  # bytes by which int8 is larger
+NAME = "mamba-130m"
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shipped graph of int8, and the same as one of int4 that is smaller."""
+    [file] = catalog.files("openvino", NAME, "int8")
+    graph, folder = StrippedGraph.open(file), tmp_path_factory.mktemp("graphs")
+    header = graph.header
+    larger = header.files[0].model_copy(update={"size": header.files[0].size + MORE})
+    int8 = header.model_copy(update={"files": (larger, *header.files[1:])})
+    StrippedGraph(int8, (graph.literals[0] + bytes(MORE), *graph.literals[1:])).save(folder / file.name)
+    int4 = header.model_copy(update={"quantization": "int4"})
+    StrippedGraph(int4, graph.literals).save(folder / file.name.replace("int8", "int4"))
+    return folder
+
+
+@pytest.fixture
+def config(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+    monkeypatch.setattr(catalog, "SHIPPED", shelf)
+    catalog.disk_of.cache_clear()
+    return StrippedGraph.open(catalog.files()[0]).header.config
+
+
+def chosen(config: Mapping[str, Any], folder: Path, quantization: Any = None, **fields: Any) -> Any:
+    making = command._Making(Settings(data_dir=folder / "data"), NAME, quantization=quantization, **fields)
+    making.look(config)
+    return making.recipe
+
+
+def form(recipe: Any) -> tuple[str, str]:
+    return recipe.out.name, recipe.graph.header.quantization
+
+
+def test_int8_is_the_usual_one(config: Mapping[str, Any], tmp_path: Path) -> None:
+    recipe = chosen(config, tmp_path)
+    assert form(recipe) == ("openvino-cpu-int8", "int8")
+    assert recipe.why.startswith("the weights become int8, the usual one; --quant int4 takes 1")
+    assert [catalog.quantization_of(file) for file in catalog.files("openvino", NAME)] == ["int8", "int4"]
+    usual, smaller = (catalog.disk_of(NAME, "openvino", quantization) or 0 for quantization in (None, "int4"))
+    assert usual == smaller + MORE
+
+
+def test_a_quantization_that_is_asked_for_is_taken(config: Mapping[str, Any], tmp_path: Path) -> None:
+    for quantization in ("int4", "int8"):
+        recipe = chosen(config, tmp_path, quantization)
+        assert (*form(recipe), recipe.why) == (f"openvino-cpu-{quantization}", quantization, "")
+
+
+def test_int4_is_taken_where_int8_has_no_memory(
+    config: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = chosen(config, tmp_path, "int8").memory
+    monkeypatch.setattr(command, "available", lambda: needed - 1)
+    recipe = chosen(config, tmp_path)
+    assert form(recipe) == ("openvino-cpu-int4", "int4")
+    assert recipe.why.startswith("the weights become int4, as int8 takes about ")
+    assert form(chosen(config, tmp_path, anyway=True)) == ("openvino-cpu-int8", "int8")
+    with pytest.raises(ValueError, match="this pull takes about"):
+        chosen(config, tmp_path, "int8")
+    recipe.out.with_name("openvino-cpu-int8").mkdir(parents=True)
+    assert form(chosen(config, tmp_path)) == ("openvino-cpu-int8", "int8"), "it is installed"
+
+
+def test_a_quantization_without_a_graph_is_refused_by_name(config: Mapping[str, Any], tmp_path: Path) -> None:
+    graph, why_not = catalog.choose_graph(config, ["openvino"], "f16")
+    said = "ssmd has no stripped graph of this config for runtime openvino in f16, nor any for that"
+    assert (graph, why_not) == (None, said)
+    done = CliRunner().invoke(app, ["pull", NAME, "--quant", "f16", "--to", str(tmp_path / "to")])
+    assert (done.exit_code, "--to only fetches: leave out --from, --runtime, --quant" in done.output) == (2, True)
