@@ -193,7 +193,7 @@ def measure_plans(model: Path, sessions: int, turns: int, tokens: int, data_dir:
     system = Message("system", "keep the light " * (tokens // 3))
     kept: dict[bool, tuple[Message, ...]] = {}
     for stored in (True, False):
-        talk = (system, user(f"a first question, stored {stored}"))
+        talk: tuple[Message, ...] = (system, user(f"a first question, stored {stored}"))
         for n in range(turns):
             said = ask(engine, *talk, store=stored, max_tokens=8).text
             talk = (*talk, answer(said), user(f"question {n}"))
