@@ -13,8 +13,10 @@ server could spare, as no earlier prompt or answer of the data directory begins 
 is by sums: 1.00 is the least. *TTFT* is by the client's clock; after a start, a kill and an unload it has the model's
 load in it. *CPU* and *written* (blocks, /proc/PID/io) include the daemon's work up to the next request. *on disk*:
 growth of the data directory. BINARY: llama-server, or a Python that has the wheel xllamacpp; with --llama it runs the
-same trace, and *llama read* is what it read. With --killed there are two requests: a first turn and, after SIGKILL and
-a start, the next one. That takes a tenth of the time, for large models.
+same trace, and *llama read* is what it read. Its prompts may be shorter, so *read to its* compares the tokens read for
+a token of a prompt, and *re-read to its* those of them that are not new. *warm* leaves out requests after a kill and an
+unload. With --killed there are two requests: a first turn and, after SIGKILL and a start, the next one. That takes a
+tenth of the time, for large models.
 
 With --day so many conversations follow one another at one daemon, each of an agent by chance, in a session, a folder
 and at an edit of its own; after each of them an older one goes on. Below the table stand the states that went for lack
@@ -58,6 +60,7 @@ IN_TURN = 3  # turns of each of two agents
 ANSWER_TOKENS = 12
 LEAST_TOOL = 60  # tokens of a tool's definition; smaller ones are joined where a scale would make them so
 CALL = {"type": "function", "function": {"name": "shell", "arguments": '{"command": "ls"}'}}
+COLD = ("after kill -9", "after an unload")
 LEAST_CHANGE = 4  # tokens of a part that changes
 DICTIONARY = (  # the words of all texts
     "the a of to and in is it for on with as this that be are use when only file files path line lines command result "
@@ -281,7 +284,8 @@ class Client:
         found = []
         for row, (body, answer) in zip(self.rows, self.sent, strict=True):
             ids = words.ids(self.server.post("/apply-template", {"model": self.model, **body})["prompt"])
-            found.append(replace(row, new=len(ids) - max((_common(ids, *one) for one in known), default=0)))
+            new = len(ids) - max((_common(ids, *one) for one in known), default=0)
+            found.append(replace(row, new=min(new, row.prompt - row.cached)))  # what one server spares can be spared
             known.append((ids, answer))
         return found
 
@@ -454,20 +458,21 @@ def show(rows: Sequence[Row], peer: Sequence[Row] | None = None) -> None:
     """Print a table with a row for each kind of request, and one for all of an agent. peer: of llama-server."""
     heads: tuple[str, ...] = ("agent", "request", "n", "prompt", "cached", "read", "new", "read/new")
     heads += ("TTFT ms", "CPU ms", "written kB", "on disk kB")
-    heads += () if peer is None else ("llama prompt", "llama read", "its read/new")
+    heads += () if peer is None else ("llama prompt", "llama read", "its read/new", "read to its", "re-read to its")
     print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
     kinds: dict[tuple[str, str], list[Row]] = defaultdict(list)
     others: dict[tuple[str, str], list[Row]] | None = None if peer is None else defaultdict(list)
-    total = "**all: sums; TTFT: median**"
+    total, warm = "**all: sums; TTFT: median**", "**warm: sums; TTFT: median**"
+    totals = (total,) if peer is None else (warm, total)
     for grouped, made in ((kinds, rows), (others, peer)):
         for row in made or ():
-            for kind in (row.kind, total):
+            for kind in (row.kind, *(one for one in totals if one == total or row.kind not in COLD)):
                 if grouped is not None:
                     grouped[row.agent, kind].append(row)
     for agent in dict.fromkeys(row.agent for row in rows):
-        listed = [kind for of, kind in kinds if of == agent and kind != total]
-        for kind in (*listed, total):
-            of = sum if kind == total else statistics.median
+        listed = [kind for of, kind in kinds if of == agent and kind not in totals]
+        for kind in (*listed, *totals):
+            of = sum if kind in totals else statistics.median
             _line(agent, kind, kinds[agent, kind], of, None if others is None else others[agent, kind])
 
 
@@ -494,7 +499,18 @@ def _line(
         its_reads, its_new = [row.prompt - row.cached for row in peer], [row.new for row in peer]
         its = cell([row.prompt for row in peer]) if peer else ""
         costs += (its, cell(its_reads) if peer else "", f"{sum(its_reads) / max(1, sum(its_new)):.2f}" if peer else "")
+        costs += (_ratio(_share(rows), _share(peer)), _ratio(_share(rows, again=True), _share(peer, again=True)))
     print(f"| {' | '.join((agent, kind, str(len(rows)), *counts, *read, ttft, *costs))} |", flush=True)
+
+
+def _share(rows: Sequence[Row], *, again: bool = False) -> float:
+    """Return the tokens read for a token of a prompt; again: of those that are not new."""
+    read = sum(row.prompt - row.cached - (row.new if again else 0) for row in rows)
+    return read / max(1, sum(row.prompt for row in rows))
+
+
+def _ratio(ours: float, its: float) -> str:
+    return f"{ours / its:.2f}" if its else ""
 
 
 def measure(

@@ -19,7 +19,6 @@ from forked import DaemonProcess
 from kills import ROWS, Episode
 from talkers import WORDS, Done, Talk, Talker, Told, ask, text_of
 
-from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store
 
 WARM = "/ssmd/v1/warm"
@@ -34,6 +33,7 @@ OWN: dict[str, dict[str, Any]] = {
     "sealed in memory": {"store": False, "prompt_cache_retention": "in_memory"},
     "without their oldest turns": {"truncation": "auto"},
 }
+LEAST_WORDS = 12  # characters of a text that is looked for on the disk; other conversations may say shorter ones too
 MARK = {"cache_control": {"type": "ephemeral"}}
 
 
@@ -279,14 +279,26 @@ class Beginnings(Episode):
         for name, (_, ready) in kept.items():
             if ready and not there.get(name):
                 self.failures.append(f"{when} the warm beginning {name} is {there.get(name)}, told as ready")
-        sealed = [d.question for t in self.talkers for d in tuple(t.journal) if d.told is not None and not d.stores]
-        raw = b"".join(file.read_bytes() for file in data.glob(f"{FILE}*"))
-        if found := [question for question in sealed if question.encode() in raw]:
+        files = (file for file in data.rglob("*") if file.is_file())
+        raw = b"".join(file.read_bytes() for file in (*files, self.folder / "data.log"))
+        stored = self._words(stores=True)
+        elsewhere = "\n".join(stored)
+        if found := [text for text in self._words(stores=False) if text not in elsewhere and text.encode() in raw]:
             self.failures.append(f"{when} words of `store: false` are on disk: {found[:3]}")
+        if when == "at the end" and stored and not any(text.encode() in raw for text in stored):
+            self.failures.append("the search of the disk does not find the words of stored conversations")
+
+    def _words(self, *, stores: bool) -> set[str]:
+        """Return the questions and longer answers of conversations that are stored, or of those that are not."""
+        done = [(d, d.told) for t in self.talkers for d in tuple(t.journal) if d.stores == stores]
+        said = {text for d, told in done if told is not None for text in (d.question, told.text)}
+        return {text for text in said if len(text) >= LEAST_WORDS}
 
     def judge(self, done: Done, control: Told) -> None:
         told = done.told
         assert told is not None
+        if not done.stores and (told.resume not in ("exact", "none") or (told.resume == "none") != (told.cached == 0)):
+            self.failures.append(f"{_what(done)}: a sealed state resumed as {told.resume}, {told.cached} cached")
         own = self._root(done)
         goes_on = any(message["role"] == "assistant" for message in done.messages)
         if goes_on and told.cached < control.cached:  # else it depends on what others asked before

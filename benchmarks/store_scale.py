@@ -1,11 +1,13 @@
 """A store with many sessions: how long it takes to list them, to match a long prompt, and to commit a turn.
 
-    python benchmarks/store_scale.py [--sessions 10000] [--turns 20] [--forks 1000] [--lists MODEL]
+    python benchmarks/store_scale.py [--sessions 10000] [--turns 20] [--forks 1000] [--lists MODEL | --plan MODEL]
 
 Fills a store in a temporary folder: one session is committed turn by turn, the others are copies of its rows under ids,
 keys and hashes of their own; checkpoints are tiny, but as many rows as real ones. Medians, ms.
 
 With --lists only pages, searches and looks are measured, then commands, and a daemon that serves MODEL, a folder.
+With --plan all sessions are of one agent, and begin with the same system prompt of BEGINNING tokens or a tenth of them.
+The planning of requests is measured with MODEL, a folder whose context must hold that: ms of processor time.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import secrets
 import sqlite3
 import statistics
@@ -28,14 +31,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from daemon_process import SSMD, DaemonProcess
+from daemon_process import SSMD, DaemonProcess, conditions
+from engine.test_engine import ask
+from engines import OwnEngine
 from keeping import HYBRID, Chat, answer, find, user
 
+from ssmd.engine.request import Request
+from ssmd.model.artifact import Artifact
+from ssmd.runtime.protocol import get_runtime
 from ssmd.sessions.rows.turns import seal
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import conversation
+from ssmd.text.messages import Message
 
 REPEATS = 21
+BEGINNING = 20_000  # tokens
+SPREAD = 400  # tokens by which the same turns of two sessions may lie apart
 
 
 def fill(store: Store, sessions: int, turns: int) -> None:
@@ -172,6 +183,91 @@ def measure_lists(store: Store) -> None:
         print(f"| {name} | {median_ms(work, time.process_time):.1f} |")
 
 
+def measure_plans(model: Path, sessions: int, turns: int, tokens: int, data_dir: Path) -> None:
+    """Print the time that a plan takes beside so many sessions, and beside one."""
+    artifact = Artifact.open(model)
+    program = get_runtime("litert").load(artifact, threads=1)
+    store = Store.open(data_dir, busy_ms=60_000)
+    engine = OwnEngine(artifact, program, store, "24h")
+    engine.start()
+    system = Message("system", "keep the light " * (tokens // 3))
+    kept: dict[bool, tuple[Message, ...]] = {}
+    for stored in (True, False):
+        talk: tuple[Message, ...] = (system, user(f"a first question, stored {stored}"))
+        for n in range(turns):
+            said = ask(engine, *talk, store=stored, max_tokens=8).text
+            talk = (*talk, answer(said), user(f"question {n}"))
+        kept[stored] = talk
+    assert engine.writer is not None
+    engine.writer.flush()
+    alone = _plans(engine, system, kept)
+    engine.shutdown(0)
+    spread(store, sessions, turns)
+    engine = OwnEngine(artifact, program, store, "24h")
+    engine.start()
+    many = _plans(engine, system, kept)
+    engine.shutdown(0)
+    store.close()
+    for name, (ms, length, found) in many.items():
+        print(f"| {name} | {length:,} | {found:,} | {alone[name][0]:.1f} | {ms:.1f} |", flush=True)
+
+
+def _plans(
+    engine: OwnEngine, system: Message, kept: dict[bool, tuple[Message, ...]]
+) -> dict[str, tuple[float, int, int]]:
+    """Return (ms, tokens of the prompt, tokens of the state that it starts from) of each kind of request."""
+    planned = {}
+    for name, request in {
+        "next turn": Request(kept[True]),
+        "next turn, `store: false`": Request(kept[False], store=False),
+        "new session": Request((system, user("another question"))),
+        "new session, `store: false`": Request((system, user("another question")), store=False),
+        "edit of the first question": Request((system, user("an edit"), *kept[True][2:])),
+    }.items():
+        made = engine._planner.plan(request)
+        ms = median_ms(lambda asked=request: engine._planner.plan(asked), time.thread_time)  # type: ignore[misc]
+        planned[name] = ms, len(made.ids), 0 if made.found is None else made.found.position
+    return planned
+
+
+def spread(store: Store, sessions: int, turns: int) -> None:
+    """Copy the rows of the stored session, without states. The copies share its beginning, and so its anchors.
+
+    Their turns have other lengths: their states lie up to SPREAD tokens further on.
+    """
+    drawn = random.Random(0)
+    with closing(sqlite3.connect(store.file, isolation_level=None)) as raw:
+        raw.executescript("PRAGMA synchronous=OFF; PRAGMA cache_size=-400000; PRAGMA wal_autocheckpoint=20000")
+        raw.row_factory = sqlite3.Row
+        one = dict(raw.execute("SELECT * FROM session").fetchone())
+        path = [dict(r) for r in raw.execute("SELECT * FROM turn ORDER BY seq")]
+        ends = [dict(r) for r in raw.execute("SELECT * FROM checkpoint WHERE kind NOT LIKE 'sealed%' ORDER BY id")]
+        links = [dict(r) for r in raw.execute("SELECT * FROM turn_checkpoint")]
+        step = max(int(row["id"]) for row in raw.execute("SELECT id FROM checkpoint"))
+        first = min(row["position"] for row in ends if row["kind"] in ("turn", "user"))
+        for start in range(1, sessions, 250):
+            raw.execute("BEGIN")
+            for number in range(start, min(start + 250, sessions)):
+                _insert(raw, "session", _copy(dict(one), "session", number, {}) | {"root": f"{path[0]['id']}-{number}"})
+                for row in path:
+                    _insert(raw, "turn", _copy(dict(row), "turn", number, {}) | {"session": f"s{number}"})
+                more = drawn.randrange(SPREAD)
+                own = {row["id"] for row in ends if row["position"] >= first}  # the others are of the beginning
+                for row in ends:
+                    if row["id"] in own:
+                        copy = row | {"id": row["id"] + step * number, "key": secrets.token_bytes(32), "parent": None}
+                        _insert(raw, "checkpoint", copy | {"position": row["position"] + more})
+                for link in links:
+                    if link["checkpoint"] in own:
+                        moved = {"turn": f"{link['turn']}-{number}", "checkpoint": link["checkpoint"] + step * number}
+                        _insert(raw, "turn_checkpoint", moved)
+            raw.execute("COMMIT")
+
+
+def _insert(raw: sqlite3.Connection, table: str, row: dict[str, Any]) -> None:
+    raw.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join(f':{n}' for n in row)})", row)
+
+
 def match(store: Store) -> None:
     with store.snapshot() as stored:
         assert stored.echoed([user("question 0"), answer("yes"), user("and then?")]) is not None
@@ -226,10 +322,18 @@ def _cpu_ms(daemon: DaemonProcess) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lists", type=Path, metavar="MODEL")
+    parser.add_argument("--plan", type=Path, metavar="MODEL")
     parser.add_argument("--sessions", type=int, default=10_000)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--forks", type=int, default=1000)
     asked = parser.parse_args()
+    if asked.plan is not None:
+        print(f"{asked.sessions} sessions of {asked.turns} turns; medians of {REPEATS}; {conditions()}\n")
+        print("| request | prompt | state at | ms beside one session | beside all |\n| --- | --- | --- | --- | --- |")
+        for tokens in (BEGINNING // 10, BEGINNING):
+            with tempfile.TemporaryDirectory() as folder:
+                measure_plans(asked.plan, asked.sessions, asked.turns, tokens, Path(folder))
+        return
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(Path(folder), busy_ms=60_000)
         started = time.perf_counter()

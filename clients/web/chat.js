@@ -115,6 +115,7 @@ function doing(mine) {
       const forks = forksAt(mine.tree, turn);
       mine.show(forks[`${what}s`][forks[what] + by]);
     },
+    parting: (turn) => ask(`/ssmd/v1/sessions/${mine.id}/parting?turn=${turn.id}`),
     fork: async (turn) => {
       const made = await ask(`/ssmd/v1/sessions/${mine.id}/fork`, {method: "POST", body: {turn: turn.id}});
       go(`/chat/${made.id}`);

@@ -4,6 +4,7 @@ import {draftOf, keepDraft} from "./kept.js";
 import {html, memo, useEffect, useRef, useState} from "./html.js";
 import {Typed, Written} from "./markdown_view.js";
 import {thoughts} from "./markdown.js";
+import {fail} from "./notices.js";
 import {count, many, ms, plain} from "./numbers.js";
 import {use, useChanges} from "./signal.js";
 import {metrics} from "./live.js";
@@ -62,8 +63,9 @@ function Editor({name, text, done}) {
   </form>`;
 }
 
-/** What an answer cost, as far as it is known. */
-function Cost({usage}) {
+/** What an answer cost, as far as it is known. words: how to ask where and with which words its prompt parts. */
+function Cost({usage, words}) {
+  const [parting, setParting] = useState(null);
   if (!usage) return null;
   const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
   const own = usage.ssmd ?? {};
@@ -73,7 +75,21 @@ function Cost({usage}) {
     own.tbt_ms ? `${(1000 / own.tbt_ms).toFixed(0)} tokens/s` : null,
     own.parted_at ? `differs from an earlier prompt after ${many(own.parted_at, "token")}` : null,
   ];
-  return html`<span class="cost">${told.filter(Boolean).join(" · ")}</span>`;
+  const open = () => (parting ? setParting(null) : words().then(({parting: found}) => setParting({found: found?.position >= own.parted_at ? found : null}), fail));
+  return html`<span class="cost">${told.filter(Boolean).join(" · ")}
+    ${own.parted_at && words && html` <button type="button" class="link" aria-expanded=${Boolean(parting)} onClick=${open}>${parting ? "Hide the words" : "Show the words"}</button>`}</span>
+    ${parting && html`<${Parting} ...${parting} />`}`;
+}
+
+/** Where a prompt and an earlier one part, and the words of both. found: null if the daemon has only one that is less alike. */
+function Parting({found: parting}) {
+  if (!parting) return html`<p class="parting">The earlier prompt is not stored.</p>`;
+  const line = (name, text) => html`<dt>${name}</dt><dd>…${plain(parting.before)}<mark>${plain(text)}</mark>…</dd>`;
+  const same = !parting.here && !parting.there;
+  return html`<div class="parting">
+    <p>The first ${many(parting.position, "token")} are those of <a href=${`#/chat/${parting.session}/${parting.turn}`}>an earlier prompt</a>.${same && " Then the same words have other tokens."}</p>
+    ${!same && html`<dl>${line("Here", parting.here)}${line("There", parting.there)}</dl>`}
+  </div>`;
 }
 
 /** A stored turn. fork: "ask/asks/answer/answers", a text so that a turn is drawn only when it changes. */
@@ -114,7 +130,7 @@ function Exchange({turn, fork, last, busy, usage, cut, more, does}) {
       <${Act} icon="again" label="Answer again" disabled=${busy} run=${() => void does.again(turn)} />
       ${more && html`<${Act} icon="on" label="Continue this answer" disabled=${busy} run=${() => void does.goOn(turn)} />`}
       ${!turn.unsaved && html`<${Act} icon="fork" label="Fork into a new session here" run=${() => does.fork(turn)} />`}
-      <${Cost} usage=${usage} />
+      <${Cost} usage=${usage} words=${turn.unsaved ? null : () => does.parting(turn)} />
     </div>
   </article>`;
 }

@@ -358,6 +358,21 @@ class SessionTurns(Session):
     turns: list[dict[str, Any]]
 
 
+class Parting(Shape):
+    position: int
+    session: str
+    turn: str
+    before: str
+    here: str
+    there: str
+
+
+class PartingAnswer(Shape):
+    object: Literal["parting"]
+    turn: str
+    parting: Parting | None
+
+
 class Sessions(Shape):
     object: Literal["list"]
     data: list[Session]

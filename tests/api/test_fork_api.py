@@ -106,6 +106,29 @@ def test_sessions_and_turns_of_others(tiny: Daemon) -> None:
     assert tiny.served.ask("GET", f"{ROOT}/{one}/fork").status == 405
 
 
+def test_a_turn_tells_where_its_prompt_parts(tiny: Daemon) -> None:
+    """With the words of both, at the head or at any turn. Nothing is compared with other sessions' turns by name."""
+    same = "The miller of the three bays keeps " * 3
+    one, two = (tiny.chat(f"{same}{what}") for what in ("nine boats", "ten boats, of which six are red"))
+    path = f"/ssmd/v1/sessions/{two.headers['x-ssmd-session']}/parting"
+    told = tiny.served.ask("GET", path).json
+    parting = told["parting"]
+    assert (told["object"], parting["session"]) == ("parting", one.headers["x-ssmd-session"])
+    assert (parting["here"][:3], parting["there"][:4]) == ("ten", "nine")
+    assert parting["before"].endswith("bays keeps ")
+    assert parting["position"] - parting["position"] % 64 == two.json["usage"]["ssmd"]["parted_at"]
+    assert tiny.served.ask("GET", f"{path}?turn={told['turn']}").json == told
+    for query, status, code in (
+        (f"?turn={parting['turn']}", 404, "turn_not_found"),
+        ("?turn=../x", 400, "invalid_value"),
+        ("?turns=x", 400, "unknown_parameter"),
+    ):
+        refused = tiny.served.ask("GET", f"{path}{query}")
+        assert (refused.status, refused.error["code"]) == (status, code), query
+    other = tiny.served.ask("GET", "/ssmd/v1/sessions/unknown/parting")
+    assert (other.status, other.error["code"]) == (404, "session_not_found")
+
+
 def test_the_list_comes_in_parts(tiny: Daemon) -> None:
     for name in ("five", "six", "seven"):
         say(tiny, [], f"I am {name}.")

@@ -17,7 +17,7 @@ from ssmd.engine.persist import writer as writer_module
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.checkpoint import Scope, prefix_keys
+from ssmd.sessions.checkpoint import Digested, Scope, digest, prefix_keys
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
@@ -195,6 +195,39 @@ def test_an_altered_state_is_read_again(table: str, change: str, engine: OwnEngi
     again = ask(engine, SYSTEM, user("Who is there?"), **KEPT)
     assert (again.text, again.logprobs) == (first.text, first.logprobs)
     assert again.usage.cached_tokens == 0
+
+
+def test_a_renamed_state_is_read_again(engine: OwnEngine, store: Store) -> None:
+    """Two states exchange their names, with digests that fit: neither opens for the other's text."""
+    talks = [(Message("system", f"You are keeper {n}. {SYSTEM.content}"), user("Who is there?")) for n in range(2)]
+    first = [ask(engine, *talk, **KEPT) for talk in talks]
+    assert engine.writer is not None
+    engine.writer.flush()
+    with sqlite3.connect(store.file) as other:
+        columns = "id, position, key, anchor, build, origin"
+        rows = other.execute(f"SELECT {columns} FROM checkpoint ORDER BY position, id").fetchall()
+        other.execute("UPDATE checkpoint SET key = key || id")
+        for one, two in zip(rows[::2], rows[1::2], strict=True):
+            assert one[1] == two[1], "both talks have as many tokens"
+            for (number, position, *_), (_, _, key, anchor, build, origin) in ((one, two), (two, one)):
+                fits = digest((key, build, origin), position, *parts_of(other, number))
+                values = key, anchor, fits, number
+                other.execute("UPDATE checkpoint SET key = ?, anchor = ?, digest = ? WHERE id = ?", values)
+    other.close()
+    for talk, before in zip(talks, first, strict=True):
+        again = ask(engine, *talk, **KEPT)
+        assert (again.text, again.logprobs) == (before.text, before.logprobs)
+        assert again.usage.cached_tokens == 0
+
+
+def parts_of(database: sqlite3.Connection, checkpoint: int) -> tuple[list[Digested], list[Digested]]:
+    """Return (first, last, checksum) of a checkpoint's segments and of its pieces."""
+    segments = (
+        "SELECT first, last, checksum FROM segment JOIN checkpoint_segment ON segment = id WHERE checkpoint = ? "
+        "ORDER BY first"
+    )
+    pieces = "SELECT first, last, checksum FROM piece WHERE checkpoint = ? ORDER BY first"
+    return database.execute(segments, (checkpoint,)).fetchall(), database.execute(pieces, (checkpoint,)).fetchall()
 
 
 def test_sealed_states_give_way_first(engine: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

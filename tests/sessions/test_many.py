@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from keeping import Chat, echo_of, new_store, user
+from keeping import HYBRID, Chat, echo_of, find, new_store, user
 from sqlalchemy import Connection, event
 from store_scale import fill
 
@@ -94,6 +95,23 @@ def _steps(store: Store, work: Callable[[Store], object]) -> int:
     counter = Counter(store)
     work(store)
     return counter.steps
+
+
+def test_a_look_up_does_not_grow_with_sessions_that_begin_alike(stores: tuple[Store, Store]) -> None:
+    """As those of an agent do: their states have the same anchors, and lie at few positions."""
+    steps = []
+    for store in stores:
+        with store.writing() as connection:
+            own = connection.exec_driver_sql("SELECT position, anchor FROM checkpoint ORDER BY id LIMIT 3").all()
+            for row in own:
+                connection.exec_driver_sql("UPDATE checkpoint SET anchor = ? WHERE position = ?", (row[1], row[0]))
+        scope, ids = Chat(store, "new", HYBRID).scope, [*store.path("t0")[-1].ids.own.tolist(), 7, 7]
+        steps.append(_steps(store, partial(find, scope=scope, ids=ids)))
+        found = find(store, scope, ids)
+        assert found is not None
+        assert found.position >= max(row[0] for row in own)
+    few, many = steps
+    assert many <= 1.5 * few + 500, f"{few} instructions with {FEW} sessions, {many} with {MANY}"
 
 
 def test_pages_together_are_the_whole_list(stores: tuple[Store, Store]) -> None:

@@ -338,6 +338,19 @@ OPERATIONS = (
     ),
     Operation(
         "GET",
+        f"{_SESSION}/parting",
+        lambda on: on.one(Sessions).parting,
+        "sessions",
+        "Where a turn's prompt differs from an earlier one",
+        about="where a turn's prompt differs from an earlier one, and with which words. `?turn=` an id, the head by "
+        "default ([more](http-sessions.md#where-a-prompt-parts))",
+        pool="store",
+        answer="PartingAnswer",
+        errors=GONE,
+        query={"turn": {"type": "string"}},
+    ),
+    Operation(
+        "GET",
         f"{_SESSION}/export",
         lambda on: on.one(Sessions).export,
         "sessions",

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
@@ -51,6 +52,10 @@ RETRY_AFTER_S = 5
 
 class ForkBody(StrictModel):
     turn: Id | None = None
+
+
+class _TurnChoice(StrictModel):
+    turn: Id | None = None  # None: the session's head
 
 
 class _Page(StrictModel):
@@ -120,6 +125,21 @@ class Sessions:
             return _json("turns", [_turn(turn, usages.get(turn.id)) for turn in turns], _entry(session))
 
         return await self._ask(request, whole)
+
+    async def parting(self, request: Request) -> JSONResponse:
+        """Return where the prompt of a turn differs from an earlier one, and with which words."""
+        store, wanted = self._store(request), _session_id(request)
+        asked = validate(_TurnChoice, dict(request.query_params)).turn
+
+        def found() -> dict[str, Any]:
+            name = store.session(wanted).head if asked is None else asked
+            turn = next((one for one in store.turns(wanted) if one.id == name), None)
+            if turn is None:
+                raise UnknownTurn(f"session {wanted} has no turn {name}")
+            parting = store.partings([turn]).get(name)
+            return {"object": "parting", "turn": name, "parting": None if parting is None else asdict(parting)}
+
+        return JSONResponse(await self._ask(request, found))
 
     async def change(self, request: Request) -> JSONResponse:
         store, wanted = self._store(request), _session_id(request)

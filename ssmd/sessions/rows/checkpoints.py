@@ -57,20 +57,38 @@ class CheckpointResult:
     why_not: str = ""  # why it was not stored
 
 
-# Hundreds of anchors come as one value that is cut here: to bind each of them takes longer than to look it up.
+# Hundreds of names come as one value that is cut here: to bind each of them takes longer than to look it up.
 _NAME_BYTES = 32
 _numbered = select(literal(0).label("n")).cte("numbered", recursive=True)
 _numbered = _numbered.union_all(select(_numbered.c.n + 1).where(_numbered.c.n + 1 < bindparam("count", type_=Integer)))
-_ANCHORS = func.substr(bindparam("anchors", type_=LargeBinary), _numbered.c.n * _NAME_BYTES + 1, _NAME_BYTES)
-_NEAR = (
-    select(_c.position)
-    .where(
-        _c.anchor.in_(select(_ANCHORS)),
-        _c.position.between(bindparam("first"), bindparam("last")),
-        seen(_c.owner),
+_NAMES = select(func.substr(bindparam("names", type_=LargeBinary), _numbered.c.n * _NAME_BYTES + 1, _NAME_BYTES))
+
+
+def _next_position(anchor: Any, after: Any) -> Any:
+    """Build the query for the next position beyond another one, of the states with an anchor that the domain sees."""
+    up_to_last = _c.position <= bindparam("last", type_=Integer)
+    return select(func.min(_c.position)).where(_c.anchor == anchor, _c.position > after, up_to_last, seen(_c.owner))
+
+
+def _near() -> Any:
+    """Build the query for the positions of the states with some anchors.
+
+    It steps from each position to the next one in the index. All sessions that an agent begins have the same anchors,
+    and their states lie at few positions: to read every state would take the longer the more sessions there are.
+    """
+    named = _NAMES.subquery()
+    anchor = next(iter(named.c))
+    first = select(
+        anchor.label("anchor"),
+        _next_position(anchor, bindparam("before", type_=Integer)).scalar_subquery().label("position"),
     )
-    .distinct()
-)
+    walk: Any = first.cte("walk", recursive=True)
+    further = _next_position(walk.c.anchor, walk.c.position).scalar_subquery()
+    walk = walk.union_all(select(walk.c.anchor, further).where(walk.c.position.is_not(None)))
+    return select(walk.c.position).where(walk.c.position.is_not(None)).distinct()
+
+
+_NEAR = _near()
 # Values are bound parameters: SQLAlchemy keeps compiled statements with the values in them.
 _NEW, _NEW_PIECE, _NEW_SEGMENT = insert(checkpoint), insert(piece), insert(segment)
 _NEW_LISTED, _NEW_LINK = insert(checkpoint_segment), insert(turn_checkpoint)
@@ -95,7 +113,7 @@ _BEGAN = _BEGAN.where(session_table.c.id == bindparam("session")).scalar_subquer
 _ITS_ORIGIN = or_(_c.origin == "", _c.origin == _IMPORTED, _c.origin == bindparam("session"), _c.origin == _BEGAN)
 _FITTING = (
     select(_c.id, _c.key, _c.position, _c.build, _c.producer, _c.origin)
-    .where(_c.key.in_(bindparam("keys", expanding=True)), _ITS_ORIGIN, seen(_c.owner))
+    .where(_c.key.in_(_NAMES), _ITS_ORIGIN, seen(_c.owner))
     .order_by(_c.position.desc(), (_c.build == bindparam("build")).desc(), _c.origin)
 )
 
@@ -121,12 +139,12 @@ def find(
     marks = named(anchors(first, last))
     if not marks:
         return None
-    near = {"anchors": b"".join(marks), "count": len(marks), "first": first, "last": last, **by(domain)}
+    near = {**_names(list(marks)), "before": first - 1, "last": last, **by(domain)}
     sealed_as = named(sorted(connection.scalars(_NEAR, near)))
     keys = list(sealed_as)
     batch = 16  # the match is mostly among the deepest keys
     while keys:
-        wanted = {"keys": keys[-batch:], "session": session or "", "build": scope.build, **by(domain)}
+        wanted = {**_names(keys[-batch:]), "session": session or "", "build": scope.build, **by(domain)}
         with as_they_are(connection):  # altered rows are found when the checkpoint is loaded
             rows = connection.execute(_FITTING, wanted).all()
         for row in rows:
@@ -135,6 +153,11 @@ def find(
                 return StoredCheckpoint(row.id, row.position, row.build, row.producer, origin, seal)
         keys, batch = keys[:-batch], _BATCH
     return None
+
+
+def _names(names: Sequence[bytes]) -> dict[str, object]:
+    """Return the parameters of a query that cuts names."""
+    return {"names": b"".join(names), "count": len(names)}
 
 
 @dataclass(frozen=True)

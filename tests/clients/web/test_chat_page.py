@@ -50,6 +50,35 @@ def test_a_prompt_that_parts_from_another_says_where(window: Window, served: Dae
     assert found[0] in window.texts(".cost")[-1]
 
 
+def test_a_prompt_that_parts_shows_the_words_of_both(window: Window) -> None:
+    """From the daemon, on demand: where, with which words, and a way to the earlier one while that is stored."""
+    same = "The gardener counted all the pears that fell from the old tree. " * 4
+    window.say(f"{same}<b>Seven</b> were ripe.")
+    window.answered(1)
+    earlier = window.session
+    window.open()
+    window.say(f"{same}<i>Nine</i> were green.")
+    window.answered(1)
+    later = window.session
+    window.page.click("text=Show the words")
+    window.page.wait_for_selector(".parting dl")
+    here, there = window.texts(".parting dd")
+    assert "old tree. <" in here
+    assert window.texts(".parting mark")[0].startswith("i>Nine</i> were green.")
+    assert window.texts(".parting mark")[1].startswith("b>Seven</b> were ripe.")
+    assert here != there
+    window.page.click("text=Hide the words")
+    window.page.wait_for_selector(".parting", state="detached")
+    window.page.click("text=Show the words")
+    window.page.click(".parting a")
+    window.soon(lambda: window.session == earlier)
+    assert window.page.request.delete(f"{window.url}/ssmd/v1/sessions/{earlier}").ok
+    window.open(f"#/chat/{later}")
+    window.answered(1)
+    window.page.click("text=Show the words")
+    window.page.wait_for_selector("text=The earlier prompt is not stored.")
+
+
 def test_stop_keeps_what_was_said(window: Window, served: DaemonProcess) -> None:
     window.sampling(**LONG)
     window.open()
