@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 from ssmd.config import Settings
 from ssmd.engine.decode.device import DeviceLock
@@ -31,7 +30,7 @@ from ssmd.runtime.loading import check_first_load, load
 from ssmd.runtime.protocol import get_runtime
 from ssmd.sessions.remote.link import Link
 from ssmd.sessions.remote.remote import RemoteError
-from ssmd.sessions.remote.sharing import open_folder
+from ssmd.sessions.remote.sharing import open_remote
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 from ssmd.text.apart import Texts, opened
@@ -124,9 +123,9 @@ def close_host(host: Host) -> None:
         host.writer.store.close()
 
 
-def _linked(store: Store, folder: Path) -> Link:
-    """Link a store to the remote in a folder. Raises RemoteError if it is no remote, but not if it is away."""
-    link = Link(store, partial(open_folder, store, folder))
+def _linked(store: Store, remote: str) -> Link:
+    """Link a store to a remote. Raises RemoteError if it is no remote, but not if it is away."""
+    link = Link(store, partial(open_remote, store, remote))
     try:
         link.connect()
     except RemoteError as err:

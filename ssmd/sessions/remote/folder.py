@@ -26,12 +26,18 @@ from pathlib import Path
 
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.packs import FORMAT, MAX_NAMES, PACK, PART, FolderPacks, MountedFolder, digest_of, read_file
-from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, RemoteTurn, TurnPlace, UnknownVersion
+from ssmd.sessions.remote.remote import (
+    MAX_BODY_BYTES,
+    MAX_ROW_BYTES,
+    InvalidTurn,
+    RemoteError,
+    RemoteTurn,
+    TurnPlace,
+    UnknownVersion,
+)
 from ssmd.sessions.turn import ID_PATTERN
 
-MAX_BODY_BYTES = 64 << 20
 MARK = "ssmd-remote.json"
-MAX_ROW_BYTES = 64 << 10  # of a state's row
 _MAX_HEAD = 4096
 _MAX_FOUND = 256  # turns of one chain that are looked at
 _NO_FILE = (errno.EINVAL, errno.ELOOP, errno.EISDIR)  # of `read_file`: a device, a link, a folder
@@ -54,6 +60,9 @@ class FolderRemote(MountedFolder):
     @property
     def name(self) -> str:
         return str(self.root)
+
+    def close(self) -> None:
+        """Close nothing: a folder keeps no connection."""
 
     def known(self, chains: Sequence[bytes], domain: Domain) -> list[TurnPlace]:
         """Find turns at the last of these chains that any turn has, among those that the domain sees."""

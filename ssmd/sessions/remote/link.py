@@ -12,7 +12,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from ssmd.sessions.match import Echo
 from ssmd.sessions.remote.arrivals import fetch_path, receive
 from ssmd.sessions.remote.body import remote_turn
 from ssmd.sessions.remote.ends import EndBody, RemoteReader, find_end, send_end, take_end
-from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, RemoteState, RemoteTurn, TurnPlace
+from ssmd.sessions.remote.remote import Blobs, InvalidTurn, Remote, RemoteError, RemoteState, RemoteTurn, TurnPlace
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.rows.outbox import OutboxRow
 from ssmd.sessions.store import Store
@@ -42,6 +43,7 @@ FIRST_MS_PER_TOKEN = 1.5  # of reading, until the model has read something
 LEAST_S = 1.0  # s that a fetch may take, however soon reading would end
 MOST_S = 30.0  # s that a fetch may take, however many tokens its row names
 MAX_ASKED = 64  # chains of a request that are looked up, the last ones
+MAX_GROUP_BYTES = 1 << 20  # bytes of turns from which they are sent
 _AT_ONCE = 50  # rows of the outbox that are sent before they are removed
 _T = TypeVar("_T")
 
@@ -67,19 +69,51 @@ def send(
         if not rows:
             break
         sent: list[int] = []
-        for row in rows:
+        for group in _groups(store, rows):
             if stopped():
                 break
-            if row.buried:
-                remote.bury(row.session, row.turn)
-            elif (turn := _turn(store, row)) is not None:
-                remote.publish([turn])
-                sent_of(turn.place.session)
-            sent.append(row.id)
+            if group.buried is not None:
+                remote.bury(group.buried.session, group.buried.turn)
+            else:
+                remote.publish(group.turns)
+                for turn in group.turns:
+                    sent_of(turn.place.session)
+            sent += group.rows
         with store.writing() as connection:
             outbox.remove(connection, sent)
         done += len(sent)
     return done
+
+
+@dataclass
+class _Group:
+    """Rows of the outbox that are sent together: turns, or one tombstone."""
+
+    rows: list[int] = field(default_factory=list)
+    turns: list[RemoteTurn] = field(default_factory=list)
+    buried: OutboxRow | None = None
+    nbytes: int = 0
+
+
+def _groups(store: Store, rows: Sequence[OutboxRow]) -> Iterator[_Group]:
+    """Yield rows in their order, turns in groups of MAX_GROUP_BYTES or so: a database asks a round trip of each."""
+    group = _Group()
+    for row in rows:
+        if row.buried:
+            if group.rows:
+                yield group
+            yield _Group([row.id], buried=row)
+            group = _Group()
+            continue
+        if (turn := _turn(store, row)) is not None:
+            group.turns.append(turn)
+            group.nbytes += len(turn.body)
+        group.rows.append(row.id)
+        if group.nbytes >= MAX_GROUP_BYTES:
+            yield group
+            group = _Group()
+    if group.rows:
+        yield group
 
 
 def _turn(store: Store, row: OutboxRow) -> RemoteTurn | None:
@@ -217,6 +251,8 @@ class Link:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(2 * CLOSE_S)
+        if (remote := self._remote) is not None:
+            remote.close()
 
     @property
     def problem(self) -> str:
@@ -292,6 +328,9 @@ class Link:
 
         Raises RemoteError. Whatever else fails, the turns are here, and are read again.
         """
+        packs = remote.packs
+        if packs is None:
+            return
         try:
             body = self._within(FETCH_S, lambda: find_end(remote, places, reader))
             if body is None:
@@ -309,7 +348,7 @@ class Link:
                 return
             try:
                 if self._may_ask():
-                    self._take_end(remote, body, domain, reader, within_s - (time.monotonic() - began))
+                    self._take_end(packs, body, domain, reader, within_s - (time.monotonic() - began))
             finally:
                 self._fetching.release()
         except RemoteError:
@@ -317,14 +356,17 @@ class Link:
         except (StoreError, MemoryError) as err:
             log.warning("a state of the remote is not taken, its turns are read again: %r", err)
 
-    def _take_end(self, remote: Remote, body: EndBody, domain: Domain, reader: RemoteReader, within_s: float) -> None:
+    def _take_end(self, packs: Blobs, body: EndBody, domain: Domain, reader: RemoteReader, within_s: float) -> None:
         """Fetch a state and store it, or give it up. Raises RemoteError, StoreError, MemoryError."""
         began = time.monotonic()
         try:
-            pack = self._within(within_s, lambda: remote.packs.get(body.pack, body.nbytes))
+            pack = self._within(within_s, lambda: packs.get(body.pack, body.nbytes))
             take_end(self._store.of(domain), body, pack, reader)
         except _TookLong:
             log.warning("the state of turn %s is read again: it did not come within %.1f s", body.turn, within_s)
+        except RemoteError as err:  # of the folder for bytes; turns may come all the same
+            log.warning("the state of turn %s is read again: %s", body.turn, err)
+            return
         self._bandwidth.add(body.nbytes, time.monotonic() - began)
 
     def _position(self, body: EndBody, domain: Domain, reader: RemoteReader) -> int:
@@ -375,7 +417,9 @@ class Link:
         with self._lock:
             known, self._problem = bool(self._problem), self._problem if reached else err.reason
             self._offline_until = time.monotonic() + OFFLINE_S
-            self._remote = self._remote if reached else None
+            remote, self._remote = self._remote, self._remote if reached else None
+        if remote is not None and not reached:
+            remote.close()
         level = logging.DEBUG if known else logging.WARNING
         log.log(level, "nothing is sent to the remote for %.0f s, what was said waits here: %s", OFFLINE_S, err)
 
