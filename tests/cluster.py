@@ -56,9 +56,7 @@ class Cluster:
             self._user = {"user": _SERVER_USER, "group": _SERVER_USER, "extra_groups": []}
             shutil.chown(self.folder, _SERVER_USER, _SERVER_USER)
         command = [str(PROGRAMS[0]), "-D", str(self.data), "-U", "admin", "-A", "trust", "--no-sync", "-E", "UTF8"]
-        subprocess.run(
-            [*command, "--locale=C"], check=True, stdout=subprocess.DEVNULL, cwd=self.folder, **self._user
-        )
+        subprocess.run([*command, "--locale=C"], check=True, stdout=subprocess.DEVNULL, cwd=self.folder, **self._user)
         (self.data / "pg_hba.conf").write_text(_HBA)
         self.start()
         self.admin(f"CREATE ROLE ssmd LOGIN PASSWORD '{PASSWORD}'")

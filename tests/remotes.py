@@ -105,7 +105,11 @@ class DatabasePlace:
         self.sql(f"UPDATE ssmd.turn SET format = 2 WHERE session = '{place.session}' AND turn = '{place.turn}'")
 
     def rows(self) -> set[str]:
-        found = {f"{table}/{s}/{t}" for table in ("turn", "ending") for s, t in self.sql(f"SELECT session, turn FROM ssmd.{table}")}
+        found = {
+            f"{table}/{s}/{t}"
+            for table in ("turn", "ending")
+            for s, t in self.sql(f"SELECT session, turn FROM ssmd.{table}")
+        }
         return found | {f"packs/{p.name}" for p in self.packs.glob("packs/*/*")}
 
     def contents(self) -> bytes:
