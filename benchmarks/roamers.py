@@ -57,11 +57,9 @@ class Client:
                 asked += 1
                 question = f"c{self.number}q{asked} {' '.join(self.rng.choices(WORDS, k=4))}"
                 at = self.rng.choice(self.episode.daemons)
-                body = {"messages": [*said, {"role": "user", "content": question}], "max_tokens": 6, "temperature": 0}
+                messages = [*said, {"role": "user", "content": question}]
                 try:
-                    got = ask(
-                        at.port, "POST", CHAT, {"logit_bias": self.episode.bias, **body, "model": self.episode.model}
-                    )
+                    got = ask(at.port, "POST", CHAT, {**self.episode.fields, "messages": messages})
                 except (Dead, TimeoutError):
                     self.counts["requests that died"] += 1
                     time.sleep(0.05)
@@ -72,11 +70,12 @@ class Client:
                     time.sleep(0.05)
                     continue
                 answer, own = got.json["choices"][0]["message"]["content"], got.json["usage"]["ssmd"]
-                self.counts.update(["answers", "told that it was stored" if own["stored"] else "told that it was not"])
+                self.counts["answers"] += 1
+                self.counts["told that it was stored" if own["stored"] else "told that it was not"] += 1
                 self.told[question] = answer, own["stored"]
                 self.counts["went on at the other daemon"] += last not in (None, at) and own["session"] == session
                 last, session = at, own["session"]
-                said = [*body["messages"], {"role": "assistant", "content": answer}]
+                said = [*messages, {"role": "assistant", "content": answer}]
 
 
 class Episode:
@@ -88,7 +87,9 @@ class Episode:
         self.kills, self.folder, self.rng = kills, folder, random.Random(seed)
         self.counts = Counter[str](dict.fromkeys(ROWS, 0))
         self.failures: list[str] = []
-        self.model, self.bias, self.over = Artifact.open(artifact).manifest.name, plain_bias(artifact), False
+        model = Artifact.open(artifact).manifest.name
+        self.fields = {"model": model, "logit_bias": plain_bias(artifact), "max_tokens": 6, "temperature": 0}
+        self.over = False
         (folder / "packs").mkdir(mode=0o700)
         self.cluster = Cluster("fsync=on")
         self.database = self.cluster.database()

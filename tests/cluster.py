@@ -11,9 +11,17 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+HOST = "db.example"  # the name in the server's certificate
 PROGRAMS = tuple(shutil.which(name) for name in ("initdb", "postgres"))
 PASSWORD = "a-word-that-no-log-may-have"
 _HBA = "local all all trust\nhost all all 127.0.0.1/32 scram-sha-256\n"
@@ -58,13 +66,30 @@ class Cluster:
         command = [str(PROGRAMS[0]), "-D", str(self.data), "-U", "admin", "-A", "trust", "--no-sync", "-E", "UTF8"]
         subprocess.run([*command, "--locale=C"], check=True, stdout=subprocess.DEVNULL, cwd=self.folder, **self._user)
         (self.data / "pg_hba.conf").write_text(_HBA)
+        self.certificate = self.data / "server.crt"
+        self._certify()
         self.start()
         self.admin(f"CREATE ROLE ssmd LOGIN PASSWORD '{PASSWORD}'")
+
+    def _certify(self) -> None:
+        """Make a certificate of HOST, signed by itself."""
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, HOST)])
+        key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+        made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        made = made.serial_number(1).not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+        made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST)]), critical=False)
+        made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        self.certificate.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+        secret = self.data / "server.key"
+        secret.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        secret.chmod(0o600)
+        if self._user:
+            shutil.chown(secret, _SERVER_USER, _SERVER_USER)
 
     def start(self) -> None:
         """Start the server, and wait until it answers."""
         settings = (f"unix_socket_directories={self.sockets}", f"port={self.port}", "listen_addresses=127.0.0.1")
-        quick = ("shared_buffers=16MB", "max_connections=60", *self.settings)
+        quick = ("shared_buffers=16MB", "max_connections=60", "ssl=on", "log_statement=all", *self.settings)
         arguments = [word for one in (*settings, *quick) for word in ("-c", one)]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(

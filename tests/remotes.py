@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-import pytest
 from cluster import Cluster
 
 from ssmd.sessions.remote.folder import MARK, FolderRemote
 from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 from ssmd.sessions.remote.remote import Remote, RemoteTurn, TurnPlace
-
-KINDS = ("folder", "postgres")
 
 
 class Place(Protocol):
@@ -33,9 +30,6 @@ class Place(Protocol):
 
     def rows(self) -> set[str]:
         """Return a name for each turn, state and pack that is kept, with the names of session and turn in it."""
-
-    def contents(self) -> bytes:
-        """Return all that is kept."""
 
     def go_away(self) -> None:
         """Let it be out of reach."""
@@ -71,9 +65,6 @@ class FolderPlace:
     def rows(self) -> set[str]:
         files = {str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file()}
         return {name for name in files if name != MARK and not name.startswith("buried/")}
-
-    def contents(self) -> bytes:
-        return b"".join(p.read_bytes() for p in self.root.rglob("*") if p.is_file())
 
     def go_away(self) -> None:
         self.root.rename(self.root.with_name("away"))
@@ -112,10 +103,6 @@ class DatabasePlace:
         }
         return found | {f"packs/{p.name}" for p in self.packs.glob("packs/*/*")}
 
-    def contents(self) -> bytes:
-        rows = [bytes(body) for table in ("turn", "ending") for [body] in self.sql(f"SELECT body FROM ssmd.{table}")]  # type: ignore[call-overload]
-        return b"".join([*rows, *(p.read_bytes() for p in self.packs.rglob("*") if p.is_file())])
-
     def go_away(self) -> None:
         self.server.admin(f"ALTER DATABASE {self.database} ALLOW_CONNECTIONS false")
         self.server.cut_off(self.database)
@@ -124,20 +111,7 @@ class DatabasePlace:
         self.server.admin(f"ALTER DATABASE {self.database} ALLOW_CONNECTIONS true")
 
 
-def place_of(kind: str, at: Path, request: pytest.FixtureRequest) -> Place:
-    """Make an empty place of a kind. A database is skipped where no server can run."""
-    if kind == "folder":
-        return FolderPlace(at)
-    server: Cluster = request.getfixturevalue("server")
-    return DatabasePlace(server, at)
-
-
 def turn(name: str, session: str = "ses_1", *, chain: bytes | None = None, owner: str = "") -> RemoteTurn:
     """Make a turn, whose chain follows from its name."""
-    import hashlib
-
     chain = hashlib.sha256(name.encode()).digest() if chain is None else chain
     return RemoteTurn(TurnPlace(session, name), owner, chain, f"the body of {name}".encode())
-
-
-Opened = Callable[[], Remote]

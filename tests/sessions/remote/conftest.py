@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, cluster, missing
-from remotes import KINDS, DatabasePlace, Place, place_of
+from remotes import DatabasePlace, FolderPlace, Place
 
 from ssmd.sessions.remote.remote import Remote
 
@@ -21,13 +21,21 @@ def server() -> Iterator[Cluster]:
         yield made
 
 
-@pytest.fixture(params=KINDS)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """Make an empty place, of each kind."""
-    made = place_of(request.param, tmp_path / "remote", request)
+@pytest.fixture
+def database(server: Cluster, tmp_path: Path) -> Iterator[DatabasePlace]:
+    """Return an empty database, and a folder for bytes."""
+    made = DatabasePlace(server, tmp_path / "remote")
     yield made
-    if isinstance(made, DatabasePlace):
-        made.server.empty(made.database)
+    server.empty(made.database)
+
+
+@pytest.fixture(params=["folder", "postgres"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Make an empty place, of each kind."""
+    if request.param == "folder":
+        return FolderPlace(tmp_path / "remote")
+    found: DatabasePlace = request.getfixturevalue("database")
+    return found
 
 
 @pytest.fixture
