@@ -112,6 +112,10 @@ class Settings(BaseSettings):
         "as `postgresql://user@host/database?packs=/mnt/nas/packs`; a user with access to it reads everything in it "
         "([remote.md](remote.md))",
     )
+    ack: Literal["local", "remote"] = Field(
+        "local",
+        description="`remote`: an answer ends when its turn is in the database of `remote`, or after 5 s",
+    )
     host: str = Field("127.0.0.1", description="address to listen on; beyond loopback a key is needed")
     port: int = Field(7763, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     socket: Annotated[Path, AfterValidator(folder.expanded)] | None = Field(

@@ -40,6 +40,7 @@ REMEMBERED = 16  # conversations whose end a daemon sends that the one before it
 ENDS_ASKED = 4  # last turns of a fetched path that are asked for a state
 FIRST_BYTES_PER_S = 12.5e6  # of a remote, until packs were fetched: 100 Mbit/s
 FIRST_MS_PER_TOKEN = 1.5  # of reading, until the model has read something
+ACK_S = 5.0  # s that an answer waits until the remote has its turn, where the remote acknowledges
 LEAST_S = 1.0  # s that a fetch may take, however soon reading would end
 MOST_S = 30.0  # s that a fetch may take, however many tokens its row names
 MAX_ASKED = 64  # chains of a request that are looked up, the last ones
@@ -57,10 +58,11 @@ def send(
     remote: Remote,
     stopped: Callable[[], bool] = lambda: False,
     sent_of: Callable[[str], None] = lambda session: None,
+    removed: Callable[[], None] = lambda: None,
 ) -> int:
     """Send what waits in the outbox. Returns how many rows. Raises RemoteError, StoreError.
 
-    sent_of: called with the session of each turn that was sent.
+    sent_of: called with the session of each turn that was sent. removed: called when rows have left the outbox.
     """
     done = 0
     while not stopped():
@@ -81,6 +83,7 @@ def send(
             sent += group.rows
         with store.writing() as connection:
             outbox.remove(connection, sent)
+        removed()
         done += len(sent)
     return done
 
@@ -211,15 +214,39 @@ class RestingEnds:
         return min((max(0.0, since + REST_S - now) for since in self._since.values()), default=math.inf)
 
 
+class _Acknowledgement:
+    """An answer that waits until the remote has its turns. Thread-safe."""
+
+    def __init__(self, turns: frozenset[str], then: Callable[[], None]) -> None:
+        self.turns, self._then = turns, then
+        self.stop: Callable[[], None] = lambda: None  # ends its timer
+        self._ended = threading.Semaphore()
+
+    def end(self) -> None:
+        """Let the answer go, once."""
+        if self._ended.acquire(blocking=False):
+            self.stop()
+            self._then()
+
+
 class Link:
     """A store's link to a remote. Thread-safe."""
 
-    def __init__(self, store: Store, opened: Callable[[], Remote], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Store,
+        opened: Callable[[], Remote],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        acknowledges: bool = False,
+    ) -> None:
         """Share what is written from now on; `start` begins to send it.
 
         opened: opens the remote; called again after it could not be reached. It raises RemoteError.
-        clock: in s, by which conversations rest.
+        clock: in s, by which conversations rest. acknowledges: answers wait until the remote has their turns.
         """
+        self.acknowledges = acknowledges
+        self._waiting: list[_Acknowledgement] = []
         self._store = store
         self._open = opened
         self._remote: Remote | None = None
@@ -279,6 +306,38 @@ class Link:
                 return "sent" if shared and all(shared) else "off"
         except StoreError:
             return "off"
+
+    def when_sent(self, turns: Sequence[str], then: Callable[[], None]) -> None:
+        """Call `then` once: when the remote has stored turns, or after ACK_S; at once if they stay, or it is away."""
+        one = _Acknowledgement(frozenset(turns), then)
+        with self._lock:
+            away = self._remote is None or time.monotonic() < self._offline_until
+            if not away:
+                self._waiting.append(one)
+        if away:
+            one.end()
+            return
+        timer = threading.Timer(ACK_S, self._end, [one])
+        timer.daemon = True
+        timer.start()
+        one.stop = timer.cancel
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """End what waits for turns that have left the outbox."""
+        with self._lock:
+            found = list(self._waiting)
+        if found:
+            done = []
+            with contextlib.suppress(StoreError), self._store.reading() as connection:
+                done = [one for one in found if not any(outbox.waits(connection, turn) for turn in one.turns)]
+            for one in done:
+                self._end(one)
+
+    def _end(self, one: _Acknowledgement) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._waiting.remove(one)
+        one.end()
 
     def bring(self, messages: Sequence[Message], domain: Domain, session: str | None, reader: RemoteReader) -> None:
         """Fetch the conversation that a request continues, if the remote has more of it than this store.
@@ -418,6 +477,10 @@ class Link:
             known, self._problem = bool(self._problem), self._problem if reached else err.reason
             self._offline_until = time.monotonic() + OFFLINE_S
             remote, self._remote = self._remote, self._remote if reached else None
+            waiting, self._waiting = self._waiting, [] if not reached else self._waiting
+        if not reached:
+            for one in waiting:
+                one.end()
         if remote is not None and not reached:
             remote.close()
         level = logging.DEBUG if known else logging.WARNING
@@ -455,6 +518,9 @@ class Link:
             except StoreError as err:
                 log.warning("the state of session %s is not sent to the remote: %s", session, err)
 
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._ends_at
+
     def _run(self) -> None:
         looked = -LOOK_S
         self._remember()
@@ -466,7 +532,7 @@ class Link:
                 if time.monotonic() - looked >= LOOK_S:
                     purge(self._store, remote)
                     looked = time.monotonic()
-                send(self._store, remote, lambda: time.monotonic() > self._ends_at, self._resting.note)
+                send(self._store, remote, self._is_over, self._resting.note, self._acknowledge)
                 self._well()
                 self._send_ends(remote)
                 wait_s = min(wait_s, self._resting.wait_s)
