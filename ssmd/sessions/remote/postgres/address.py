@@ -2,8 +2,8 @@
 
     postgresql://user@host/database?packs=/mnt/nas/packs
 
-The password comes from PGPASSWORD, from ~/.pgpass, or from the file that `passfile` names. Whatever leaves this
-computer goes over TLS, to a server whose certificate names it: whoever could stand between would read everything.
+The password comes from PGPASSWORD, from ~/.pgpass, or from the file that `passfile` names. All that leaves this
+computer goes over TLS, to a server whose certificate names it: a machine in between could read everything else.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PARAMETERS = (
     *("host", "port", "user", "dbname", "passfile", "connect_timeout", "target_session_attrs", "channel_binding"),
     *("sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl"),
 )
-CONNECT_S = "5"  # s, unless the URL says otherwise
+CONNECT_S = "3"  # s, unless the URL says otherwise
 _SURE = "verify-full"
 
 
 @dataclass(frozen=True)
 class Address:
-    """name: the server and database, for messages. parameters: of libpq. packs: the folder for bytes."""
+    """A server and a database. name: of both, for messages. parameters: of libpq. packs: the folder for bytes."""
 
     name: str
     parameters: dict[str, str]
