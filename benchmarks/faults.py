@@ -1,7 +1,7 @@
 """The fault campaign: kills of the daemon and of commands, altered session files, damaged databases, all counted.
 
-    benchmarks/faults.py kills|beginnings|background|commands|files|databases [--count N] [--seed S] [--state DIR]
-                         [--jobs N] [--only CASE[:COUNT]]
+    benchmarks/faults.py kills|beginnings|background|commands|remote|files|databases [--count N] [--seed S]
+                         [--state DIR] [--jobs N] [--only CASE[:COUNT]]
 
 What a seed injects is always the same, but for the moments of kills. The work goes on in units, each a process of its
 own, whose outcome stands in DIR (default: .cache/faults): the same command goes on where it was cut off. With --only
@@ -98,11 +98,20 @@ def commands(path: Path, first: int, count: int, seed: str, folder: Path) -> Out
     return run(path, first, count, seed, folder)
 
 
+def remote(path: Path, first: int, count: int, seed: str, folder: Path) -> Outcome:
+    from roamers import Episode
+
+    episode = Episode(path, f"{seed}:{first}", count, folder)
+    episode.run()
+    return episode.counts, episode.failures
+
+
 PARTS = {
     "kills": Part(KILLS, 1_000, kills),
     "beginnings": Part(FEW_KILLS, 90, beginnings, ("granite", "mamba2-groups", "llama")),
     "background": Part(10, 100, background),
     "commands": Part(20, 240, commands),
+    "remote": Part(25, 125, remote, ("mamba", "llama")),
     "files": Part(1_000, 20_000, files),
     "databases": Part(50, 2_000, databases),
 }

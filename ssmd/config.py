@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
@@ -68,6 +69,21 @@ def _default_models_dir(settings: dict[str, Any]) -> Path:
     return Path(settings.get("data_dir", ".")) / "models"
 
 
+def _remote(value: str) -> str:
+    """Return a folder's whole path, or the URL of a database as it is. Raises ValueError, without the URL."""
+    if "://" not in value:
+        return str(folder.expanded(Path(value)))
+    try:
+        parts = urlsplit(value)
+        if parts.password is not None or "password=" in parts.query:
+            raise ValueError("the URL has a password, which other users could read: set PGPASSWORD or use ~/.pgpass")
+    except ValueError as err:
+        raise ValueError(str(err)) from None
+    if parts.scheme not in ("postgresql", "postgres"):
+        raise ValueError("name a folder, or a database: postgresql://user@host/database")
+    return value
+
+
 AbsolutePath = Annotated[Path, AfterValidator(folder.absolute)]
 Names = Annotated[tuple[str, ...], NoDecode]
 
@@ -90,10 +106,15 @@ class Settings(BaseSettings):
         validate_default=True,
         description="artifacts, as `<name>/<runtime>-<device class>-<quant>/`; default: `<data_dir>/models`",
     )
-    remote: Annotated[Path, AfterValidator(folder.expanded)] | None = Field(
+    remote: Annotated[str, AfterValidator(_remote)] | None = Field(
         None,
-        description="a folder through which machines share conversations, such as one of a NAS; a user with "
-        "access to it reads everything in it ([remote.md](remote.md))",
+        description="a folder through which machines share conversations, such as one of a NAS, or a database, such "
+        "as `postgresql://user@host/database?packs=/mnt/nas/packs`; a user with access to it reads everything in it "
+        "([remote.md](remote.md))",
+    )
+    ack: Literal["local", "remote"] = Field(
+        "local",
+        description="`remote`: an answer ends when its turn is in the database of `remote`, or after 5 s",
     )
     host: str = Field("127.0.0.1", description="address to listen on; beyond loopback a key is needed")
     port: int = Field(7763, ge=0, le=65535, description="port to listen on; 0 takes any free one")
@@ -436,6 +457,7 @@ def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:
     else:
         where = f"the default {name.replace('_', ' ')}"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    said = "" if name in SECRETS or value is None else f" = {text[:200]!r}"
+    hidden = name in SECRETS or (name == "remote" and "://" in text)  # which may have a password
+    said = "" if hidden or value is None else f" = {text[:200]!r}"
     reason = error["msg"].removeprefix("Value error, ")
     return f"{where}{said}: {reason[0].lower()}{reason[1:]}"

@@ -119,10 +119,11 @@ Quota = Annotated[
     str | None, typer.Option(help="Bytes that all checkpoints may take, such as 8GiB or 500MB.", metavar="SIZE")
 ]
 Remote = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        help="Share conversations with other machines through this folder. A user with access to it reads everything.",
-        metavar="DIR",
+        help="Share conversations with other machines through this folder, or this PostgreSQL database "
+        "(postgresql://user@host/db?packs=DIR). A user with access to it reads everything.",
+        metavar="DIR|URL",
     ),
 ]
 NoStore = Annotated[bool, typer.Option("--no-store", help="Keep nothing: no sessions, no checkpoints.")]

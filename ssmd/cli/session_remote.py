@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,21 +16,21 @@ from ssmd.cli.session import Id, _size, open_store, read_session
 from ssmd.cli.session_move import _local_models
 
 if TYPE_CHECKING:
-    from ssmd.sessions.remote.folder import FolderRemote
+    from ssmd.sessions.remote.remote import Remote
     from ssmd.sessions.store import Store
 
 
 @contextmanager
-def _remote(data_dir: Path | None, folder: Path | None) -> Iterator[tuple[Store, FolderRemote]]:
+def _remote(data_dir: Path | None, named: str | None) -> Iterator[tuple[Store, Remote]]:
     """Open the store, and the remote of the option or the settings."""
     from ssmd.config import Settings
-    from ssmd.sessions.remote.sharing import open_folder
+    from ssmd.sessions.remote.sharing import open_remote
 
-    settings = Settings(data_dir=data_dir, remote=folder)
+    settings = Settings(data_dir=data_dir, remote=named)
     if settings.remote is None:
-        fail("no remote is set: name its folder with --remote DIR, or in the setting SSMD_REMOTE", USAGE)
-    with open_store(data_dir) as store:
-        yield store, open_folder(store, settings.remote)
+        fail("no remote is set: name it with --remote DIR|URL, or in the setting SSMD_REMOTE", USAGE)
+    with open_store(data_dir) as store, closing(open_remote(store, settings.remote)) as remote:
+        yield store, remote
 
 
 def push(
@@ -46,7 +46,7 @@ def push(
 ) -> None:
     """Send sessions to the remote, also those from before it was set. Their text goes, their states do not.
 
-    First it says how many turns and bytes go. Every user with access to the remote's folder can read them.
+    First it says how many turns and bytes go. Every user with access to the remote can read them.
     """
     from ssmd.sessions.remote.link import send
     from ssmd.sessions.remote.sharing import share, shareable
@@ -58,7 +58,7 @@ def push(
         found = shareable(store, ids)
         turns, nbytes = sum(one.turns for one in found), sum(one.nbytes for one in found)
         if not as_json:
-            typer.echo(f"{turns} turns of {len(found)} sessions, {_size(nbytes)}, to {there.root}")
+            typer.echo(f"{turns} turns of {len(found)} sessions, {_size(nbytes)}, to {there.name}")
         if not dry_run:
             for one in found:
                 share(store, one.session)
@@ -116,4 +116,4 @@ def sweep(
     if as_json:
         typer.echo(json.dumps({"files": count, "bytes": nbytes, "removed": not dry_run}))
     else:
-        typer.echo(f"{count} files, {_size(nbytes)}, {'would be removed' if dry_run else 'removed'} from {there.root}")
+        typer.echo(f"{count} files, {_size(nbytes)}, {'would be removed' if dry_run else 'removed'} from {there.name}")

@@ -21,7 +21,7 @@ OTHERS = {  # variables that are not settings, with their meanings for docs/conf
 SETTINGS = tuple(
     f"{PREFIX}{name}"
     for name in (
-        *("DATA_DIR", "MODELS_DIR", "REMOTE", "HOST", "PORT", "SOCKET", "ALSO_LISTEN"),
+        *("DATA_DIR", "MODELS_DIR", "REMOTE", "ACK", "HOST", "PORT", "SOCKET", "ALSO_LISTEN"),
         *("API_KEY", "API_KEYS_FILE", "SHARE_SESSIONS", "ALLOWED_HOSTS", "ALLOWED_ORIGINS"),
         *("THREADS", "RUNTIME", "DEVICE", "MAX_RUNNING", "MAX_QUEUE"),
         *("MAX_BODY_BYTES", "QUOTA", "KEEP_ALIVE", "MEMORY_BUDGET", "PRELOAD"),

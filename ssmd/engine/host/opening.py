@@ -9,9 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
-from ssmd.config import Settings
+from ssmd.config import Settings, SettingsError
 from ssmd.engine.decode.device import DeviceLock
 from ssmd.engine.engine import Engine
 from ssmd.engine.host.host import KEEP_ALIVE_S, Host
@@ -30,8 +29,9 @@ from ssmd.model.state import StateSpec
 from ssmd.runtime.loading import check_first_load, load
 from ssmd.runtime.protocol import get_runtime
 from ssmd.sessions.remote.link import Link
+from ssmd.sessions.remote.postgres.address import is_address
 from ssmd.sessions.remote.remote import RemoteError
-from ssmd.sessions.remote.sharing import open_folder
+from ssmd.sessions.remote.sharing import open_remote
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 from ssmd.text.apart import Texts, opened
@@ -68,13 +68,15 @@ def start_host(settings: Settings, model: str | None, *, keep: bool, lazy: bool)
     alone = len(there) == 1 and not (lazy and model is None)
     numbers, writer = Metrics(), None
     if keep:
+        if settings.ack == "remote" and (settings.remote is None or not is_address(settings.remote)):
+            raise SettingsError("ack = 'remote': this needs a database as `remote`; a folder acknowledges nothing")
         settings.prepare()
         store = Store.open(settings.data_dir, quota=settings.quota)
         store.room.reserve()
         _within_quota(store)
         writer = Writer(store, numbers, settings.prompt_cache_retention)
         if settings.remote is not None:
-            writer.remote = _linked(store, settings.remote)
+            writer.remote = _linked(store, settings.remote, acknowledges=settings.ack == "remote")
     keep_alive_s = settings.keep_alive
     if keep_alive_s is None:
         keep_alive_s = math.inf if alone else KEEP_ALIVE_S
@@ -124,9 +126,9 @@ def close_host(host: Host) -> None:
         host.writer.store.close()
 
 
-def _linked(store: Store, folder: Path) -> Link:
-    """Link a store to the remote in a folder. Raises RemoteError if it is no remote, but not if it is away."""
-    link = Link(store, partial(open_folder, store, folder))
+def _linked(store: Store, remote: str, *, acknowledges: bool) -> Link:
+    """Link a store to a remote. Raises RemoteError if it is no remote, but not if it is away."""
+    link = Link(store, partial(open_remote, store, remote), acknowledges=acknowledges)
     try:
         link.connect()
     except RemoteError as err:

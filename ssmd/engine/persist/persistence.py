@@ -354,9 +354,24 @@ class _TurnStore(GenerationStore):
         turns = [_turn(self._info, self._prompt, choice) for choice in self._turns]
         key = self._asked.request.key
         reply = None if key is None else replay.keep(self._asked, self._turns, done, key)
+        then = self._when_sent([turn.id for turn in turns], then)
         self._by._writer.commit(self._info, turns, tuple(self._checkpoints), then, reply, self._prompt.heard)
         self._checkpoints, self._parent = [], (None, 0)  # their states go as soon as they are written
         self._let_go(read=bool(choices))
+
+    def _when_sent(self, turns: Sequence[str], then: Then) -> Then:
+        """Return a function that calls `then` as soon as the remote has the turns, if it is to acknowledge them."""
+        link = self._by._writer.remote
+        if link is None or not link.acknowledges:
+            return then
+
+        def stored(text: bool, states: bool) -> None:
+            if text:
+                link.when_sent(turns, partial(then, text, states))
+            else:
+                then(text, states)
+
+        return stored
 
     def _let_go(self, *, read: bool) -> None:
         """Let go of what nothing grows from any more. After the work that needs it was queued.

@@ -85,6 +85,9 @@ def send_end(store: Store, remote: Remote, session_id: str) -> int:
     Returns the bytes of the pack; 0 if nothing is to be sent. The pack is whole before the row that names it, and the
     rows of the ends before it are removed after that. Raises RemoteError, StoreError.
     """
+    packs = remote.packs
+    if packs is None:
+        return 0
     try:
         with store.reading() as connection:
             end = _newest(store, connection, session_id)
@@ -106,7 +109,7 @@ def send_end(store: Store, remote: Remote, session_id: str) -> int:
     numbers = (np.ascontiguousarray(state.tensors[t.name], t.numpy_dtype) for t in (*spec.recurrent, *spec.rows))
     parts: list[bytes | memoryview] = [_head(place), np.ascontiguousarray(line.own, _IDS).tobytes()]
     parts += [_bytes_of(values) for values in numbers]
-    pack = remote.packs.put(parts)
+    pack = packs.put(parts)
     body = EndBody(
         format=FORMAT,
         session=session_id,

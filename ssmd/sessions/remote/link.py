@@ -12,7 +12,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from ssmd.sessions.match import Echo
 from ssmd.sessions.remote.arrivals import fetch_path, receive
 from ssmd.sessions.remote.body import remote_turn
 from ssmd.sessions.remote.ends import EndBody, RemoteReader, find_end, send_end, take_end
-from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, RemoteState, RemoteTurn, TurnPlace
+from ssmd.sessions.remote.remote import Blobs, InvalidTurn, Remote, RemoteError, RemoteState, RemoteTurn, TurnPlace
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.rows.outbox import OutboxRow
 from ssmd.sessions.store import Store
@@ -39,9 +40,11 @@ REMEMBERED = 16  # conversations whose end a daemon sends that the one before it
 ENDS_ASKED = 4  # last turns of a fetched path that are asked for a state
 FIRST_BYTES_PER_S = 12.5e6  # of a remote, until packs were fetched: 100 Mbit/s
 FIRST_MS_PER_TOKEN = 1.5  # of reading, until the model has read something
+ACK_S = 5.0  # s that an answer waits until the remote has its turn, where the remote acknowledges
 LEAST_S = 1.0  # s that a fetch may take, however soon reading would end
 MOST_S = 30.0  # s that a fetch may take, however many tokens its row names
 MAX_ASKED = 64  # chains of a request that are looked up, the last ones
+MAX_GROUP_BYTES = 1 << 20  # bytes of turns from which they are sent
 _AT_ONCE = 50  # rows of the outbox that are sent before they are removed
 _T = TypeVar("_T")
 
@@ -55,10 +58,11 @@ def send(
     remote: Remote,
     stopped: Callable[[], bool] = lambda: False,
     sent_of: Callable[[str], None] = lambda session: None,
+    removed: Callable[[], None] = lambda: None,
 ) -> int:
     """Send what waits in the outbox. Returns how many rows. Raises RemoteError, StoreError.
 
-    sent_of: called with the session of each turn that was sent.
+    sent_of: called with the session of each turn that was sent. removed: called when rows have left the outbox.
     """
     done = 0
     while not stopped():
@@ -67,19 +71,52 @@ def send(
         if not rows:
             break
         sent: list[int] = []
-        for row in rows:
+        for group in _groups(store, rows):
             if stopped():
                 break
-            if row.buried:
-                remote.bury(row.session, row.turn)
-            elif (turn := _turn(store, row)) is not None:
-                remote.publish([turn])
-                sent_of(turn.place.session)
-            sent.append(row.id)
+            if group.buried is not None:
+                remote.bury(group.buried.session, group.buried.turn)
+            else:
+                remote.publish(group.turns)
+                for turn in group.turns:
+                    sent_of(turn.place.session)
+            sent += group.rows
         with store.writing() as connection:
             outbox.remove(connection, sent)
+        removed()
         done += len(sent)
     return done
+
+
+@dataclass
+class _Group:
+    """Rows of the outbox that are sent together: turns, or one tombstone."""
+
+    rows: list[int] = field(default_factory=list)
+    turns: list[RemoteTurn] = field(default_factory=list)
+    buried: OutboxRow | None = None
+    nbytes: int = 0
+
+
+def _groups(store: Store, rows: Sequence[OutboxRow]) -> Iterator[_Group]:
+    """Yield rows in their order, turns in groups of MAX_GROUP_BYTES or so: a database asks a round trip of each."""
+    group = _Group()
+    for row in rows:
+        if row.buried:
+            if group.rows:
+                yield group
+            yield _Group([row.id], buried=row)
+            group = _Group()
+            continue
+        if (turn := _turn(store, row)) is not None:
+            group.turns.append(turn)
+            group.nbytes += len(turn.body)
+        group.rows.append(row.id)
+        if group.nbytes >= MAX_GROUP_BYTES:
+            yield group
+            group = _Group()
+    if group.rows:
+        yield group
 
 
 def _turn(store: Store, row: OutboxRow) -> RemoteTurn | None:
@@ -177,15 +214,39 @@ class RestingEnds:
         return min((max(0.0, since + REST_S - now) for since in self._since.values()), default=math.inf)
 
 
+class _Acknowledgement:
+    """An answer that waits until the remote has its turns. Thread-safe."""
+
+    def __init__(self, turns: frozenset[str], then: Callable[[], None]) -> None:
+        self.turns, self._then = turns, then
+        self.stop: Callable[[], None] = lambda: None  # ends its timer
+        self._ended = threading.Semaphore()
+
+    def end(self) -> None:
+        """Let the answer go, once."""
+        if self._ended.acquire(blocking=False):
+            self.stop()
+            self._then()
+
+
 class Link:
     """A store's link to a remote. Thread-safe."""
 
-    def __init__(self, store: Store, opened: Callable[[], Remote], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Store,
+        opened: Callable[[], Remote],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        acknowledges: bool = False,
+    ) -> None:
         """Share what is written from now on; `start` begins to send it.
 
         opened: opens the remote; called again after it could not be reached. It raises RemoteError.
-        clock: in s, by which conversations rest.
+        clock: in s, by which conversations rest. acknowledges: answers wait until the remote has their turns.
         """
+        self.acknowledges = acknowledges
+        self._waiting: list[_Acknowledgement] = []
         self._store = store
         self._open = opened
         self._remote: Remote | None = None
@@ -217,6 +278,8 @@ class Link:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(2 * CLOSE_S)
+        if (remote := self._remote) is not None:
+            remote.close()
 
     @property
     def problem(self) -> str:
@@ -243,6 +306,38 @@ class Link:
                 return "sent" if shared and all(shared) else "off"
         except StoreError:
             return "off"
+
+    def when_sent(self, turns: Sequence[str], then: Callable[[], None]) -> None:
+        """Call `then` once: when the remote has stored turns, or after ACK_S; at once if they stay, or it is away."""
+        one = _Acknowledgement(frozenset(turns), then)
+        with self._lock:
+            away = self._remote is None or time.monotonic() < self._offline_until
+            if not away:
+                self._waiting.append(one)
+        if away:
+            one.end()
+            return
+        timer = threading.Timer(ACK_S, self._end, [one])
+        timer.daemon = True
+        timer.start()
+        one.stop = timer.cancel
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """End what waits for turns that have left the outbox."""
+        with self._lock:
+            found = list(self._waiting)
+        if found:
+            done = []
+            with contextlib.suppress(StoreError), self._store.reading() as connection:
+                done = [one for one in found if not any(outbox.waits(connection, turn) for turn in one.turns)]
+            for one in done:
+                self._end(one)
+
+    def _end(self, one: _Acknowledgement) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._waiting.remove(one)
+        one.end()
 
     def bring(self, messages: Sequence[Message], domain: Domain, session: str | None, reader: RemoteReader) -> None:
         """Fetch the conversation that a request continues, if the remote has more of it than this store.
@@ -292,6 +387,9 @@ class Link:
 
         Raises RemoteError. Whatever else fails, the turns are here, and are read again.
         """
+        packs = remote.packs
+        if packs is None:
+            return
         try:
             body = self._within(FETCH_S, lambda: find_end(remote, places, reader))
             if body is None:
@@ -309,7 +407,7 @@ class Link:
                 return
             try:
                 if self._may_ask():
-                    self._take_end(remote, body, domain, reader, within_s - (time.monotonic() - began))
+                    self._take_end(packs, body, domain, reader, within_s - (time.monotonic() - began))
             finally:
                 self._fetching.release()
         except RemoteError:
@@ -317,14 +415,17 @@ class Link:
         except (StoreError, MemoryError) as err:
             log.warning("a state of the remote is not taken, its turns are read again: %r", err)
 
-    def _take_end(self, remote: Remote, body: EndBody, domain: Domain, reader: RemoteReader, within_s: float) -> None:
+    def _take_end(self, packs: Blobs, body: EndBody, domain: Domain, reader: RemoteReader, within_s: float) -> None:
         """Fetch a state and store it, or give it up. Raises RemoteError, StoreError, MemoryError."""
         began = time.monotonic()
         try:
-            pack = self._within(within_s, lambda: remote.packs.get(body.pack, body.nbytes))
+            pack = self._within(within_s, lambda: packs.get(body.pack, body.nbytes))
             take_end(self._store.of(domain), body, pack, reader)
         except _TookLong:
             log.warning("the state of turn %s is read again: it did not come within %.1f s", body.turn, within_s)
+        except RemoteError as err:  # of the folder for bytes; turns may come all the same
+            log.warning("the state of turn %s is read again: %s", body.turn, err)
+            return
         self._bandwidth.add(body.nbytes, time.monotonic() - began)
 
     def _position(self, body: EndBody, domain: Domain, reader: RemoteReader) -> int:
@@ -375,7 +476,13 @@ class Link:
         with self._lock:
             known, self._problem = bool(self._problem), self._problem if reached else err.reason
             self._offline_until = time.monotonic() + OFFLINE_S
-            self._remote = self._remote if reached else None
+            remote, self._remote = self._remote, self._remote if reached else None
+            waiting, self._waiting = self._waiting, [] if not reached else self._waiting
+        if not reached:
+            for one in waiting:
+                one.end()
+        if remote is not None and not reached:
+            remote.close()
         level = logging.DEBUG if known else logging.WARNING
         log.log(level, "nothing is sent to the remote for %.0f s, what was said waits here: %s", OFFLINE_S, err)
 
@@ -411,6 +518,9 @@ class Link:
             except StoreError as err:
                 log.warning("the state of session %s is not sent to the remote: %s", session, err)
 
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._ends_at
+
     def _run(self) -> None:
         looked = -LOOK_S
         self._remember()
@@ -422,7 +532,7 @@ class Link:
                 if time.monotonic() - looked >= LOOK_S:
                     purge(self._store, remote)
                     looked = time.monotonic()
-                send(self._store, remote, lambda: time.monotonic() > self._ends_at, self._resting.note)
+                send(self._store, remote, self._is_over, self._resting.note, self._acknowledge)
                 self._well()
                 self._send_ends(remote)
                 wait_s = min(wait_s, self._resting.wait_s)

@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.turn import StoreError
 
+MAX_BODY_BYTES = 64 << 20  # bytes of a turn
+MAX_ROW_BYTES = 64 << 10  # bytes of a state's row
 RemoteState = Literal["sent", "waiting", "off"]  # of a stored turn; off: it stays here
 
 
@@ -68,6 +70,13 @@ class Blobs(Protocol):
 class Remote(Protocol):
     """A place through which machines share conversations. All methods raise RemoteError; each can be called again."""
 
+    @property
+    def name(self) -> str:
+        """Return the folder's path, or the database's address, for messages."""
+
+    def close(self) -> None:
+        """Close what is open. Calls that are under way end."""
+
     def known(self, chains: Sequence[bytes], domain: Domain) -> list[TurnPlace]:
         """Find turns at the last of these chains that any turn has, among those that the domain sees."""
 
@@ -87,8 +96,8 @@ class Remote(Protocol):
         """Return the sessions and the turns that were buried."""
 
     @property
-    def packs(self) -> Blobs:
-        """Return the packs that hold states."""
+    def packs(self) -> Blobs | None:
+        """Return the packs that hold states; None if this remote keeps none."""
 
     def end(self, place: TurnPlace) -> bytes | None:
         """Read the row that describes a turn's end state; None if no machine sent one. Raises InvalidTurn."""
@@ -98,3 +107,6 @@ class Remote(Protocol):
 
     def publish_end(self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str]) -> None:
         """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`."""
+
+    def sweep(self, *, dry_run: bool = False) -> tuple[int, int]:
+        """Remove packs that no row names and that are a day old. Returns how many, and their bytes."""

@@ -10,6 +10,7 @@ from sqlalchemy import func, select
 
 from ssmd.sessions.remote.arrivals import fetch_path, receive
 from ssmd.sessions.remote.folder import FolderRemote
+from ssmd.sessions.remote.postgres.address import is_address
 from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, TurnPlace
 from ssmd.sessions.rows import outbox, tree
 from ssmd.sessions.rows.schema import turn
@@ -18,13 +19,18 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError, check_id
 
 
-def open_folder(store: Store, folder: Path) -> FolderRemote:
-    """Open the remote in a folder; make an empty one a remote if this store has shared nothing yet.
+def open_remote(store: Store, setting: str) -> Remote:
+    """Open the remote of the settings: a folder, or a database. Raises RemoteError.
 
-    Later an empty folder is one that is not mounted. Raises RemoteError.
+    An empty one is made a remote if this store has shared nothing yet. Later it is one that is not mounted.
     """
     with store.reading() as connection:
         first = not outbox.names_of(connection, "shared", "behind")
+    if is_address(setting):
+        from ssmd.sessions.remote.postgres.postgres import PostgresRemote
+
+        return PostgresRemote.open(setting, create=first)
+    folder = Path(setting)
     if first and not folder.exists():
         raise RemoteError(
             f"there is no folder {folder}: make it with `mkdir -m 700 {folder}`, or mount it", lasting=True

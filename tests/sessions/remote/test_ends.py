@@ -26,9 +26,11 @@ from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.remote import folder as folder_module
 from ssmd.sessions.remote import link as link_module
+from ssmd.sessions.remote import packs as packs_module
 from ssmd.sessions.remote.ends import RemoteReader, find_end, send_end, take_end
-from ssmd.sessions.remote.folder import SWEPT_S, FolderRemote
+from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import Bandwidth, Link, RestingEnds, fetching_is_sooner, send
+from ssmd.sessions.remote.packs import SWEPT_S
 from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, TurnPlace
 from ssmd.sessions.remote.sharing import keep_local, pull_session
 from ssmd.sessions.store import Store
@@ -383,12 +385,12 @@ def test_a_sweep_bears_files_that_go(hybrid: Roaming, monkeypatch: pytest.Monkey
 def test_a_sweep_removes_nothing_it_cannot_judge(hybrid: Roaming, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that cannot be read now may name any pack."""
     send_end(hybrid.a, hybrid.remote, "ses_1")
-    monkeypatch.setattr(folder_module, "SWEPT_S", -60)
+    monkeypatch.setattr(packs_module, "SWEPT_S", -60)
 
     def fail(*_: object) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(folder_module, "_read", fail)
+    monkeypatch.setattr(folder_module, "read_file", fail)
     with pytest.raises(RemoteError, match="Input/output error"):
         hybrid.remote.sweep()
     assert len(hybrid.packs()) == 1

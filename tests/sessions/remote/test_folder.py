@@ -1,27 +1,20 @@
-"""A remote in a folder keeps a turn once, removes for good, and takes nothing on the word of what lies in it."""
+"""A remote in a folder takes nothing on the word of what lies in it, and knows a folder that is none."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from remotes import turn
 
-from ssmd.sessions.domain import EVERYBODY, Domain
+from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.remote.folder import MARK, FolderRemote
-from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, RemoteTurn, TurnPlace
+from ssmd.sessions.remote.remote import RemoteError, TurnPlace
 
 posix = pytest.mark.skipif(os.name != "posix", reason="modes and links are POSIX's")
-
-
-def turn(name: str, session: str = "ses_1", *, chain: bytes | None = None, owner: str = "") -> RemoteTurn:
-    chain = hashlib.sha256(name.encode()).digest() if chain is None else chain
-    return RemoteTurn(TurnPlace(session, name), owner, chain, f"the body of {name}".encode())
 
 
 @pytest.fixture
@@ -38,116 +31,6 @@ def remote(root: Path) -> FolderRemote:
 
 def names(root: Path) -> set[str]:
     return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
-
-
-def test_a_turn_is_found_by_the_last_chain(remote: FolderRemote) -> None:
-    first, second = turn("t1"), turn("t2")
-    remote.publish([first, second])
-    assert remote.known([first.chain, second.chain], EVERYBODY) == [second.place]
-    assert remote.known([first.chain, bytes(32)], EVERYBODY) == [first.place]
-    assert remote.known([bytes(32)], EVERYBODY) == []
-    assert remote.fetch(second.place) == second.body
-    assert remote.fetch(TurnPlace("ses_1", "t3")) is remote.fetch(TurnPlace("ses_2", "t1")) is None
-    assert sorted(remote.turns("ses_1")) == ["t1", "t2"]
-
-
-def test_a_domain_sees_the_turns_of_its_owners(remote: FolderRemote) -> None:
-    mine, other = turn("t1", owner="ann", chain=bytes(32)), turn("t2", owner="bob", chain=bytes(32))
-    remote.publish([mine, other])
-    assert remote.known([bytes(32)], Domain("ann", ("ann",))) == [mine.place]
-    assert remote.known([bytes(32)], EVERYBODY) == [mine.place, other.place]
-
-
-def test_a_turn_that_is_published_twice_is_kept_once(remote: FolderRemote, root: Path) -> None:
-    """Two daemons send the same turn at once, many times."""
-    turns = [turn(f"t{i}") for i in range(20)]
-    failed: list[BaseException] = []
-
-    def send() -> None:
-        try:
-            FolderRemote.open(root, create=False).publish(turns)
-        except BaseException as err:
-            failed.append(err)
-
-    threads = [threading.Thread(target=send) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert not failed
-    assert len(names(root)) == 1 + 2 * len(turns)  # no part of a file is left
-    assert [remote.fetch(one.place) for one in turns] == [one.body for one in turns]
-
-
-def test_what_was_published_first_stays(remote: FolderRemote) -> None:
-    first = turn("t1")
-    remote.publish([first])
-    remote.publish([RemoteTurn(first.place, "", first.chain, b"other words")])
-    assert remote.fetch(first.place) == first.body
-
-
-def test_a_buried_session_never_returns(remote: FolderRemote, root: Path) -> None:
-    remote.publish([turn("t1"), turn("t2"), turn("o1", "ses_2")])
-    remote.bury("ses_1", None)
-    remote.publish([turn("t1"), turn("t3")])  # of a machine that has not heard of it
-    assert remote.fetch(TurnPlace("ses_1", "t1")) is None
-    assert remote.known([turn("t1").chain], EVERYBODY) == []
-    assert remote.turns("ses_1") == []
-    assert remote.buried() == {"ses_1"}
-    assert remote.turns("ses_2") == ["o1"]
-    assert not any("ses_1" in name for name in names(root) - {"buried/ses_1"})
-
-
-def test_a_buried_turn_leaves_the_others(remote: FolderRemote) -> None:
-    remote.publish([turn("t1"), turn("t2")])
-    remote.bury("ses_1", "t2")
-    remote.publish([turn("t2")])
-    assert remote.turns("ses_1") == ["t1"]
-    assert remote.known([turn("t1").chain, turn("t2").chain], EVERYBODY) == [TurnPlace("ses_1", "t1")]
-
-
-def test_a_session_buried_while_it_is_sent_is_gone(remote: FolderRemote, root: Path) -> None:
-    """The tombstone may come between the look for it and the turn."""
-    for round_ in range(25):
-        session, both = f"ses_{round_}", threading.Barrier(2)
-
-        def bury(session: str = session, both: threading.Barrier = both) -> None:
-            both.wait()
-            FolderRemote.open(root, create=False).bury(session, None)
-
-        thread = threading.Thread(target=bury)
-        thread.start()
-        both.wait()
-        remote.publish([turn(f"t{i}", session) for i in range(4)])
-        thread.join()
-        assert {name for name in names(root) if f"{session}/" in name or f"{session}~" in name} == set()
-
-
-@pytest.mark.parametrize("at", [0, 20, -1], ids=["head", "digest", "body"])
-def test_an_altered_turn_is_refused_and_written_again(at: int, remote: FolderRemote, root: Path) -> None:
-    remote.publish([turn("t1")])
-    [file] = root.glob("sessions/*/ses_1/t1")
-    raw = bytearray(file.read_bytes())
-    raw[at] ^= 1
-    file.write_bytes(raw)
-    with pytest.raises(InvalidTurn, match=r"of another version|is not what its digest says|is damaged"):
-        remote.fetch(TurnPlace("ses_1", "t1"))
-    remote.publish([turn("t1")])
-    assert remote.fetch(TurnPlace("ses_1", "t1")) == turn("t1").body
-
-
-def test_a_turn_of_a_newer_version_is_left_alone(remote: FolderRemote, root: Path) -> None:
-    remote.publish([turn("t1")])
-    [file] = root.glob("sessions/*/ses_1/t1")
-    head, _, body = file.read_bytes().partition(b"\n")
-    file.write_bytes(json.dumps(json.loads(head) | {"format": 2}).encode() + b"\n" + body)
-    before = file.read_bytes()
-    with pytest.raises(InvalidTurn, match="of another version"):
-        remote.fetch(TurnPlace("ses_1", "t1"))
-    remote.publish([turn("t1")])
-    assert file.read_bytes() == before
-    remote.bury("ses_1", None)
-    assert names(root) == {MARK, "buried/ses_1"}
 
 
 def test_names_that_are_no_ids_are_passed_over(remote: FolderRemote, root: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from conftest import TinyArtifacts
 from forked import DaemonProcess
 from keeping import lay_store
+from remotes import Place
 
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.store import Store
@@ -27,7 +28,7 @@ Messages = list[dict[str, str]]
 class Machine:
     """A machine of one user: a data directory, and the daemon over it."""
 
-    def __init__(self, at: Path, artifact: Path, remote: Path) -> None:
+    def __init__(self, at: Path, artifact: Path, remote: Path | str) -> None:
         self.data = at
         lay_store(at)
         self.daemon = DaemonProcess(artifact, at, "--remote", str(remote))
@@ -79,7 +80,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def machines(tmp_path: Path, artifact: Path, folder: Path) -> Iterator[tuple[Machine, Machine]]:
+def machines(tmp_path: Path, artifact: Path, folder: Path | str) -> Iterator[tuple[Machine, Machine]]:
     both = Machine(tmp_path / "a", artifact, folder), Machine(tmp_path / "b", artifact, folder)
     with both[0].daemon, both[1].daemon:
         yield both
@@ -116,13 +117,13 @@ def test_a_conversation_goes_on_at_either_daemon(artifacts: TinyArtifacts, tmp_p
 
 @pytest.mark.parametrize("model", [pytest.param("granite-f32", marks=pytest.mark.full), "mamba-f32"])
 def test_a_state_goes_where_the_conversation_goes(
-    model: str, artifacts: TinyArtifacts, tmp_path: Path, folder: Path
+    model: str, artifacts: TinyArtifacts, tmp_path: Path, place: Place
 ) -> None:
-    """Each daemon is killed in turn, then both go on without the folder. All that was fed before is cached there."""
+    """Each daemon is killed in turn, then both go on without the remote. All that was fed before is cached there."""
     said: Messages = []
 
     def ends() -> list[str]:
-        return [file.name for file in folder.glob("ends/*/*/*")]
+        return [name.rpartition("/")[2] for name in place.rows() if name.startswith(("ends/", "ending/"))]
 
     def moved(here: Machine, there: Machine, said: Messages) -> dict[str, Any]:
         """Wait until the state of the last turn is in the remote, kill its daemon, and go on at the other one."""
@@ -135,18 +136,18 @@ def test_a_state_goes_where_the_conversation_goes(
         assert (own["cached"], own["resume"]) == (len(turn.ids) - 1, "exact")  # the last token is fed next
         return own
 
-    with machines(tmp_path, artifacts[model], folder) as (a, b):
+    with machines(tmp_path, artifacts[model], place.setting) as (a, b):
         session = a.say(said, "Tell me of a river. " + "It flows, and it bends. " * 12)["session"]
         moved(a, b, said)
         moved(b, a, said)
         assert len(ends()) == 1
         a.sent()
         at_b = list(said)
-        away = folder.rename(tmp_path / "away")
+        place.go_away()
         b.say(at_b, "In winter?")
         a.say(list(said), "In summer?")
         until(lambda: a.remote()["status"] == b.remote()["status"] == "unreachable")
-        away.rename(folder)
+        place.come_back()
         for one in (a, b):
             one.daemon.stop()
             one.daemon.start()

@@ -1,0 +1,287 @@
+"""A remote in PostgreSQL: rows for turns, states and tombstones, and beside it a folder for the bytes of states.
+
+A row of a turn never changes, but for one that was damaged. A tombstone comes before all that it removes; what another
+machine sends meanwhile is removed by that machine. So a kill at any moment leaves what the next call completes. A pack
+comes before its row, and goes after it. Rows and packs are other machines' word: each is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, TextClause, text
+
+from ssmd.sessions.domain import Domain
+from ssmd.sessions.remote.packs import FORMAT, FolderPacks, MountedFolder
+from ssmd.sessions.remote.postgres import leases, schema
+from ssmd.sessions.remote.postgres.address import read_address
+from ssmd.sessions.remote.postgres.server import Server
+from ssmd.sessions.remote.remote import (
+    MAX_BODY_BYTES,
+    MAX_ROW_BYTES,
+    InvalidTurn,
+    RemoteError,
+    RemoteTurn,
+    TurnPlace,
+    UnknownVersion,
+)
+from ssmd.sessions.turn import ID_PATTERN
+
+MARK = "ssmd-packs.json"
+SWEEP_S = 600.0  # s that a sweep may take
+_MAX_FOUND = 256  # turns of one chain that are looked at
+_KNOWN = text("""
+    WITH found AS (
+        SELECT one.session, one.turn, asked.n
+        FROM unnest(CAST(:chains AS bytea[])) WITH ORDINALITY AS asked (chain, n)
+        CROSS JOIN LATERAL (
+            SELECT session, turn FROM ssmd.turn AS u
+            WHERE u.chain = asked.chain AND (:all OR u.owner = ANY(CAST(:owners AS text[])))
+            AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))
+            LIMIT :most) AS one)
+    SELECT session, turn FROM found WHERE n = (SELECT max(n) FROM found)""")
+_FETCH = text("""
+    SELECT format, digest, CASE WHEN octet_length(body) <= :most THEN body END AS body
+    FROM ssmd.turn AS u WHERE session = :session AND turn = :turn
+    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
+_FETCH_END = text("""
+    SELECT format, digest, CASE WHEN octet_length(body) <= :most THEN body END AS body
+    FROM ssmd.ending AS u WHERE session = :session AND turn = :turn
+    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
+_TURNS = text("""
+    SELECT turn FROM ssmd.turn AS u WHERE session = :session
+    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) LIMIT 1000000""")
+_ENDS = text("""
+    SELECT turn FROM ssmd.ending AS u WHERE session = :session
+    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) LIMIT 1000000""")
+# A damaged row is written again. One of another version stays.
+_PUBLISH = text("""
+    INSERT INTO ssmd.turn AS old (session, turn, owner, chain, format, digest, body)
+    SELECT :session, :turn, :owner, :chain, :format, sha256(:body), :body
+    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (:session, :turn))
+    ON CONFLICT (session, turn) DO UPDATE
+    SET owner = excluded.owner, chain = excluded.chain, digest = excluded.digest, body = excluded.body
+    WHERE old.format = excluded.format AND old.digest <> sha256(old.body)""")
+_PUBLISH_END = text("""
+    INSERT INTO ssmd.ending AS old (session, turn, pack, format, digest, body)
+    SELECT :session, :turn, :pack, :format, sha256(:body), :body
+    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (:session, :turn))
+    ON CONFLICT (session, turn) DO UPDATE
+    SET pack = excluded.pack, format = excluded.format, digest = excluded.digest, body = excluded.body""")
+_PACK_OF = text("SELECT pack FROM ssmd.ending WHERE session = :session AND turn = :turn FOR UPDATE")
+_REPLACE = text(
+    "DELETE FROM ssmd.ending WHERE session = :session AND turn = ANY(CAST(:turns AS text[])) RETURNING pack"
+)
+_BURY = text("INSERT INTO ssmd.tombstone (name) VALUES (:name) ON CONFLICT DO NOTHING")
+_DROP_TURNS = text("""
+    DELETE FROM ssmd.turn AS u WHERE session = ANY(CAST(:sessions AS text[]))
+    AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
+_DROP_ENDS = text("""
+    DELETE FROM ssmd.ending AS u WHERE session = ANY(CAST(:sessions AS text[]))
+    AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) RETURNING pack""")
+_BURIED = text("SELECT name FROM ssmd.tombstone LIMIT 1000000")
+_PACKS = text("SELECT pack FROM ssmd.ending")
+_NAME = text("SELECT CAST(name AS text) AS name, packs FROM ssmd.remote")
+_HAS_PACKS = text("UPDATE ssmd.remote SET packs = true WHERE NOT packs")
+
+
+class PostgresRemote:
+    """A remote in PostgreSQL. Safe to use from several threads, processes and machines."""
+
+    def __init__(self, server: Server, packs: DatabasePacks | None) -> None:
+        """packs: None if no folder for bytes is named: then no states are sent or fetched."""
+        self._server, self.packs = server, packs
+
+    @staticmethod
+    def open(url: str, *, create: bool) -> PostgresRemote:
+        """Open the remote in a database. create: make an empty one a remote. Raises RemoteError."""
+        address = read_address(url)
+        server = Server(address)
+        try:
+            schema.prepare(server, create=create)
+            packs = None if address.packs is None else DatabasePacks(server, address.packs)
+            if packs is not None:
+                packs.look()
+        except BaseException:
+            server.close()
+            raise
+        return PostgresRemote(server, packs)
+
+    @property
+    def name(self) -> str:
+        return self._server.name
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._server.close()
+
+    def known(self, chains: Sequence[bytes], domain: Domain) -> list[TurnPlace]:
+        """Find turns at the last of these chains that any turn has, among those that the domain sees."""
+        owners = {"all": domain.sees is None, "owners": list(domain.sees or ())}
+        values = {"chains": list(chains), "most": _MAX_FOUND, **owners}
+        found = self._server.read(lambda connection: connection.execute(_KNOWN, values).all())
+        places = [TurnPlace(row.session, row.turn) for row in found if _is_id(row.session) and _is_id(row.turn)]
+        return sorted(places, key=lambda place: (place.session, place.turn))
+
+    def fetch(self, place: TurnPlace) -> bytes | None:
+        """Return the body of a turn; None if the remote does not have it. Raises InvalidTurn if it was altered."""
+        return self._body(_FETCH, place, MAX_BODY_BYTES)
+
+    def turns(self, session: str) -> list[str]:
+        """List the turns of a session, in no order."""
+        return self._names(_TURNS, {"session": session})
+
+    def publish(self, turns: Sequence[RemoteTurn]) -> None:
+        """Keep turns. One that is kept already stays as it is, and one that is buried is not kept."""
+        if turns:
+            ordered = sorted(
+                turns, key=lambda one: (one.place.session, one.place.turn)
+            )  # as every machine: no deadlock
+            rows = [
+                {"owner": one.owner, "chain": one.chain, "format": FORMAT, "body": one.body, **_values(one.place)}
+                for one in ordered
+            ]
+            self._server.write(lambda connection: connection.execute(_PUBLISH, rows))
+            self._drop_buried({one.place.session for one in turns})  # meanwhile, by a machine that did not see these
+
+    def bury(self, session: str, turn: str | None) -> None:
+        """Remove a turn, or with None a whole session, for good."""
+        name = {"name": session if turn is None else turn}
+        self._server.write(lambda connection: connection.execute(_BURY, name))
+        self._drop_buried({session})
+
+    def buried(self) -> Collection[str]:
+        """Return the sessions and the turns that were buried."""
+        schema.format_of(self._server)
+        return set(self._names(_BURIED, {}))
+
+    def end(self, place: TurnPlace) -> bytes | None:
+        """Read the row that describes a turn's end state; None if no machine sent one. Raises InvalidTurn."""
+        return self._body(_FETCH_END, place, MAX_ROW_BYTES)
+
+    def ends(self, session: str) -> list[str]:
+        """List the turns of a session that have a state, in no order."""
+        return self._names(_ENDS, {"session": session})
+
+    def publish_end(self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str]) -> None:
+        """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`."""
+        values = {"pack": pack, "format": FORMAT, "body": row, **_values(place)}
+
+        def publish(connection: Connection) -> set[str]:
+            before = set(connection.scalars(_PACK_OF, _values(place)))
+            kept = connection.execute(_PUBLISH_END, values).rowcount > 0
+            older = {"session": place.session, "turns": [turn for turn in replaced if turn != place.turn]}
+            unnamed = before | set(connection.scalars(_REPLACE, older))
+            return unnamed - {pack} if kept else unnamed | {pack}
+
+        self._remove_packs(self._server.write(publish))
+        self._drop_buried({place.session})
+
+    def sweep(self, *, dry_run: bool = False) -> tuple[int, int]:
+        """Remove packs that no row names and that are a day old. Returns how many, and their bytes.
+
+        Raises RemoteError, also if another machine does it now.
+        """
+        if self.packs is None:
+            raise RemoteError("the address of the remote names no folder for bytes: add `?packs=DIR`")
+        lease = leases.acquire(self._server, "sweep", SWEEP_S)
+        if lease is None:
+            raise RemoteError("another machine sweeps this remote: try again in ten minutes")
+
+        def named() -> set[str | None]:
+            def read(connection: Connection) -> set[str | None]:
+                if not leases.holds(connection, lease):
+                    raise RemoteError("another machine sweeps this remote by now: nothing was removed")
+                return set(connection.scalars(_PACKS))
+
+            return self._server.write(read)
+
+        try:
+            return self.packs.sweep(named, dry_run=dry_run)
+        finally:
+            leases.release(self._server, lease)
+
+    def _body(self, query: TextClause, place: TurnPlace, most: int) -> bytes | None:
+        values = {"most": most, **_values(place)}
+        row = self._server.read(lambda connection: connection.execute(query, values).one_or_none())
+        if row is None:
+            return None
+        what = f"turn {place.turn!r} of the remote"
+        if row.format != FORMAT:
+            raise UnknownVersion(f"{what} is of another version: its format is not {FORMAT}")
+        if row.body is None:
+            raise InvalidTurn(f"{what} has more than {most} bytes")
+        body = bytes(row.body)
+        if hashlib.sha256(body).digest() != bytes(row.digest):
+            raise InvalidTurn(f"{what} is not what its digest says: it was altered")
+        return body
+
+    def _names(self, query: TextClause, values: dict[str, Any]) -> list[str]:
+        found = self._server.read(lambda connection: list(connection.scalars(query, values)))
+        return [name for name in found if _is_id(name)]
+
+    def _drop_buried(self, sessions: Collection[str]) -> None:
+        """Remove the rows of sessions that tombstones name, and then their packs."""
+        values = {"sessions": sorted(sessions)}
+
+        def drop(connection: Connection) -> set[str]:
+            connection.execute(_DROP_TURNS, values)
+            return set(connection.scalars(_DROP_ENDS, values))
+
+        self._remove_packs(self._server.read(drop))
+
+    def _remove_packs(self, packs: Collection[str]) -> None:
+        if self.packs is not None:
+            for pack in sorted(packs):
+                self.packs.remove(pack)
+
+
+class DatabasePacks(FolderPacks):
+    """The packs of a remote in PostgreSQL: in a folder that belongs to the database. The remote's Blobs."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        super().__init__(MountedFolder(folder, MARK, "the folder for bytes"))
+        self._server, self._looked = server, False
+
+    def look(self) -> None:
+        """Look at the folder. Raises RemoteError if a user has to mend it; one that is away now may come back."""
+        try:
+            self._prepare()
+        except RemoteError as err:
+            if err.lasting:
+                raise
+
+    def there(self, name: str) -> bool:
+        """Return True if there is a pack of this name. Its bytes are checked when they are read."""
+        self._prepare()
+        return super().there(name)
+
+    def put(self, parts: Sequence[bytes | memoryview]) -> str:
+        """Keep a pack, given in parts, durably. Returns its name. One that is there is read, and written if damaged."""
+        self._prepare()
+        return super().put(parts)
+
+    def get(self, name: str, nbytes: int) -> bytes:
+        """Return a pack of so many bytes. Raises InvalidTurn if it is not there, or not what its name says."""
+        self._prepare()
+        return super().get(name, nbytes)
+
+    def _prepare(self) -> None:
+        """Look once if the folder is the database's. The first machine gives an empty one its mark."""
+        if not self._looked:
+            row = self._server.read(lambda connection: connection.execute(_NAME).one())
+            self._at.prepare(create=not row.packs, of=row.name)
+            if not row.packs:
+                self._server.write(lambda connection: connection.execute(_HAS_PACKS))
+            self._looked = True
+
+
+def _values(place: TurnPlace) -> dict[str, str]:
+    return {"session": place.session, "turn": place.turn}
+
+
+def _is_id(name: str) -> bool:
+    return ID_PATTERN.fullmatch(name) is not None

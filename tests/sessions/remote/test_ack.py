@@ -1,0 +1,120 @@
+"""With `ack: remote` an answer ends when the database has its turn, and never waits for long."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import commands
+import pytest
+from conftest import TinyArtifacts
+from keeping import Chat, new_store
+from remotes import DatabasePlace
+from sessions.remote.test_roaming import Machine
+
+from ssmd.sessions.remote import link as link_module
+from ssmd.sessions.remote.link import Link
+from ssmd.sessions.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return new_store(tmp_path / "data")
+
+
+@pytest.fixture
+def linked(store: Store, database: DatabasePlace) -> Iterator[Callable[[], Link]]:
+    """Return a function that links the store to the database."""
+    links: list[Link] = []
+
+    def link() -> Link:
+        made = Link(store, lambda: database.open(create=True), acknowledges=True)
+        made.connect()
+        links.append(made)
+        return made
+
+    yield link
+    for one in links:
+        one.close()
+
+
+def say(store: Store, turn: str, parent: str | None = None) -> None:
+    Chat(store, "ses_1").say(turn, parent, f"Question {turn}.", "An answer.")
+
+
+def test_an_answer_waits_until_the_remote_has_its_turn(
+    store: Store, database: DatabasePlace, linked: Callable[[], Link]
+) -> None:
+    link, there, acknowledged = linked(), list[bool](), threading.Event()
+    say(store, "t1")
+
+    def then() -> None:
+        there.append("turn/ses_1/t1" in database.rows())
+        acknowledged.set()
+
+    link.when_sent(["t1"], then)
+    assert not there
+    link.start()
+    assert acknowledged.wait(60)
+    assert there == [True]
+    assert link.state(["t1"]) == "sent"
+    link.when_sent(["t1"], then)  # it was sent already
+    assert there == [True, True]
+
+
+def test_an_answer_does_not_wait_for_long(
+    store: Store, linked: Callable[[], Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its thread sends a large state meanwhile; here the thread was never started."""
+    monkeypatch.setattr(link_module, "ACK_S", 0.2)
+    link, ends = linked(), list[float]()
+    say(store, "t1")
+    began, ended = time.monotonic(), threading.Event()
+
+    def then() -> None:
+        ends.append(time.monotonic() - began)
+        ended.set()
+
+    link.when_sent(["t1"], then)
+    assert ended.wait(30)
+    assert ends[0] >= 0.2
+    assert link.state(["t1"]) == "waiting"
+
+
+def test_a_failure_lets_answers_go(store: Store, linked: Callable[[], Link], database: DatabasePlace) -> None:
+    link, ended = linked(), threading.Event()
+    say(store, "t1")
+    link.when_sent(["t1"], ended.set)
+    database.go_away()
+    link.start()
+    assert ended.wait(link_module.ACK_S * 0.9)
+    assert link.problem == "unreachable"
+    at_once = threading.Event()
+    link.when_sent(["t1"], at_once.set)  # for the next 30 s no answer waits
+    assert at_once.is_set()
+
+
+@pytest.mark.parametrize("remote", [(), ("--remote", "/mnt/nas/ssmd")], ids=["none", "folder"])
+def test_a_folder_acknowledges_nothing(remote: tuple[str, ...], artifacts: TinyArtifacts, tmp_path: Path) -> None:
+    environment = {**os.environ, "SSMD_DATA_DIR": str(tmp_path / "data"), "SSMD_ACK": "remote"}
+    done = commands.ssmd("serve", str(artifacts["llama-f32"]), "--port", "0", *remote, env=environment)
+    assert done.returncode != 0
+    assert "this needs a database as `remote`; a folder acknowledges nothing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_daemon_says_what_the_database_has(
+    artifacts: TinyArtifacts, tmp_path: Path, database: DatabasePlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSMD_ACK", "remote")
+    machine, said = Machine(tmp_path / "a", artifacts["llama-f32"], database.setting), list[dict[str, str]]()
+    with machine.daemon:
+        own = machine.say(said, "Tell me of a river.")
+        assert (own["stored"], own["remote"]) == (True, "sent")
+        assert len(database.rows()) == 1
+        database.go_away()
+        own = machine.say(said, "And then?")
+        assert (own["stored"], own["remote"]) == (True, "waiting")
