@@ -233,10 +233,9 @@ def test_a_participle_is_seen() -> None:
 
 def test_names_of_tests_are_short() -> None:
     tests = [
-        f"{f.relative_to(ROOT)}: {node.name}"
+        f"{f.relative_to(ROOT)}: {name}"
         for f in sorted((ROOT / "tests").rglob("*.py"))
-        for node in ast.walk(ast.parse(f.read_text("utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", f.read_text("utf-8"), re.MULTILINE)
     ]
     assert len(tests) > 2000
     assert [name for name in tests if len(name.partition(": ")[2]) > MAX_TEST_NAME] == []
