@@ -7,6 +7,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from ssmd.engine.sampling.sampler import Sampler
+
 Floats = NDArray[np.float32]
 
 
@@ -43,3 +45,46 @@ SHAPES: dict[str, Floats] = {
     "masked": np.where(np.arange(500) % 7 == 0, np.random.default_rng(4).normal(0, 1, 500), -np.inf).astype(np.float32),
     "wide": np.random.default_rng(5).normal(0, 1, 9000).astype(np.float32),
 }
+
+
+class EvenDraws:
+    """A source of chance whose values lie evenly, in place of a sampler's own: few draws show a whole distribution.
+
+    Of n draws the first values are the midpoints of n equal parts of [0, 1). A token that one value decides comes
+    n * p times then, but for less than one. Later values of a draw (a rejected token is drawn anew) are the midpoints
+    in an order of their own, as in a Latin hypercube.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n, self._draw, self._value = n, -1, 0
+        self._orders = [np.arange(n)]
+        self._random = np.random.default_rng(n)
+
+    def begin(self) -> None:
+        """Begin the next draw."""
+        self._draw, self._value = self._draw + 1, 0
+
+    def random(self) -> float:
+        """Return the next value of this draw."""
+        if self._value == len(self._orders):
+            self._orders.append(self._random.permutation(self._n))
+        at, self._value = self._value, self._value + 1
+        return float(self._orders[at][self._draw] + 0.5) / self._n
+
+
+def even_counts(sampler: Sampler, logits: Floats, n: int) -> NDArray[np.int64]:
+    """Return how often each token comes in n draws of even values. The sampler has no other source afterwards."""
+    source = EvenDraws(n)
+    vars(sampler)["_random"] = source
+    tokens = []
+    for _ in range(n):
+        source.begin()
+        tokens.append(sampler.sample(logits).token)
+    return np.bincount(tokens, minlength=logits.size)
+
+
+def worst(counts: NDArray[np.int64], p: NDArray[np.float64]) -> float:
+    """Return the largest difference between a token's count and its share of all counts; infinite if p is 0."""
+    if counts[p == 0].any():
+        return math.inf
+    return float(np.abs(counts - p * counts.sum()).max())

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from modules import ROOT
 
+from ssmd.cli import options
 from ssmd.cli.usable_settings import usable
 from ssmd.config import Origin, Settings, SettingsError, origin, variables
-from ssmd.machine.variables import OF_TESTS, OTHERS, PREFIX, SETTINGS
+from ssmd.daemon import place
+from ssmd.machine.variables import OF_TESTS, OTHERS, PREFIX
 
 
 @pytest.fixture(autouse=True)
@@ -366,8 +368,15 @@ def test_variables_that_are_no_settings_are_left_alone(
     assert Settings().port == 7763
 
 
-def test_the_list_of_settings_is_current() -> None:
-    assert list(SETTINGS) == variables()
+def test_the_settings_are_known_without_their_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert place.settings_variables() == variables()
+    monkeypatch.setattr(place, "__file__", str(tmp_path / "daemon" / "place.pyc"))
+    assert place.settings_variables() == variables(), "without its text"
+
+
+def test_a_commands_flags_are_those_that_were_given() -> None:
+    flags = {"port": 0, "access_log": False, "offline": True, "default": [], "model": "tiny", "yes": True}
+    assert options.given(flags) == {"port": 0, "offline": True}
 
 
 def test_every_variable_that_anything_here_reads_is_known() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,6 +54,17 @@ def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
     vars(wrapped)["__signature__"] = signature
     wrapped.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     return wrapped
+
+
+def given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings among a command's parameters that the user gave, by name."""
+    from ssmd.config import Settings
+
+    return {
+        name: value
+        for name, value in flags.items()
+        if name in Settings.model_fields and value is not False and value != []
+    }
 
 
 def _use_file(path: Path | None) -> Path | None:

@@ -37,7 +37,6 @@ from ssmd.cli.making import (
 )
 from ssmd.cli.output import USAGE, fail
 from ssmd.cli.reporting import reporting
-from ssmd.machine.memory import available
 from ssmd.machine.size import show_size
 
 if TYPE_CHECKING:
@@ -340,6 +339,8 @@ def _recipe(config: Mapping[str, Any], making: _Making) -> tuple[_Recipe | None,
     Without a quantization it is the usual one. Where memory is too small for that, it is int4 if there is a graph that
     fits; the recipe says so.
     """
+    from ssmd.machine.memory import available
+
     runtime, mine = making.runtime, making.settings.models_dir / name_of(making.name)
     packer = packer_of(runtime)
     if packer is not None:
@@ -382,6 +383,8 @@ def _of_graph(
 
 def _check_memory(needed: int) -> None:
     """Check that the machine has the memory free that a pull takes. Raises BuildFailed."""
+    from ssmd.machine.memory import available
+
     free = available()
     if free is not None and free < needed:
         raise BuildFailed(

@@ -69,6 +69,7 @@ def serve(
 
     Every option is also an environment variable (SSMD_PORT, SSMD_API_KEY, ...) and a key of the settings file.
     """
+    flags = locals()
     gc.disable()  # until the daemon is ready: all objects that the start makes stay
     from ssmd import server
     from ssmd.cli.pull import first_model
@@ -78,30 +79,7 @@ def serve(
         raise typer.BadParameter("--socket replaces a port: leave --host, --port and --also-listen out")
     if socket is not None and browse:
         raise typer.BadParameter("--open opens a page at a port, and a browser cannot reach a socket: leave one out")
-    settings = Settings(
-        access_log=access_log or None,
-        access_log_format=access_log_format,
-        also_listen=also_listen,
-        data_dir=data_dir,
-        default=default or None,
-        device=device,
-        host=host,
-        keep_alive=keep_alive,
-        log_level=log_level,
-        max_queue=max_queue,
-        max_running=max_running,
-        memory_budget=memory_budget,
-        models_dir=models_dir,
-        offline=offline or None,
-        pin=pin,
-        port=port,
-        preload=preload,
-        quota=quota,
-        remote=remote,
-        runtime=runtime,
-        socket=socket,
-        threads=threads,
-    )
+    settings = Settings(**options.given(flags))
     server.start_logging(settings.log_level)
     run = f"{_program()} run" + ("" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir.absolute()))}")
     named = first_model(model, settings, yes=yes, ask=False)  # under `docker run -t` no user can answer

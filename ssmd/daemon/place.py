@@ -6,6 +6,7 @@ To read and check all settings takes longer than a request to a daemon. If a set
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from ssmd.machine import homes
@@ -47,12 +48,28 @@ def _check_variables() -> None:
     known = ("SSMD_CONFIG", "SSMD_DATA_DIR", "SSMD_MODELS_DIR", "SSMD_CACHE_DIR")
     given = [name.upper() for name, value in os.environ.items() if value]
     if any(name.startswith("SSMD_") and name not in known for name in given):
-        from ssmd.machine.variables import SETTINGS, misspelt
+        from ssmd.machine.variables import misspelt
 
-        if wrong := "; ".join(misspelt(SETTINGS)):
+        if wrong := "; ".join(misspelt(settings_variables())):
             from ssmd.config import SettingsError
 
             raise SettingsError(wrong)
+
+
+def settings_variables() -> list[str]:
+    """Return the variables of all settings, in their order.
+
+    The names are read from the text of ssmd/config.py: importing it (pydantic) takes longer than asking a daemon.
+    """
+    from ssmd.machine.variables import PREFIX
+
+    file = Path(__file__).parent.parent / "config.py"
+    if not file.exists():  # an installation of compiled files alone
+        from ssmd.config import Settings
+
+        return [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
+    names = re.findall(r"^    (\w+): .+ = Field\(", file.read_text("utf-8"), re.MULTILINE)
+    return [f"{PREFIX}{name.upper()}" for name in names]
 
 
 def _settled() -> bool:

@@ -17,19 +17,6 @@ OTHERS = {  # variables that are not settings, with their meanings for docs/conf
     "SSMD_WGPU_WRAPPED": "`1`: wgpu records through wgpu-py, which says at which call something is wrong "
     "([wgpu.md](wgpu.md))",
 }
-# The settings' variables, in their order. Importing the settings (pydantic) takes longer than asking a daemon.
-SETTINGS = tuple(
-    f"{PREFIX}{name}"
-    for name in (
-        *("DATA_DIR", "MODELS_DIR", "REMOTE", "ACK", "HOST", "PORT", "SOCKET", "ALSO_LISTEN"),
-        *("API_KEY", "API_KEYS_FILE", "SHARE_SESSIONS", "ALLOWED_HOSTS", "ALLOWED_ORIGINS"),
-        *("THREADS", "RUNTIME", "DEVICE", "MAX_RUNNING", "MAX_QUEUE"),
-        *("MAX_BODY_BYTES", "QUOTA", "KEEP_ALIVE", "MEMORY_BUDGET", "PRELOAD"),
-        *("PIN", "TRUNCATION", "PROMPT_CACHE_RETENTION", "DEFAULT", "ALIASES"),
-        *("STRICT", "KEEP_VOLATILE", "OFFLINE", "LOG_LEVEL"),
-        *("STREAM_COMMENT", "ACCESS_LOG", "ACCESS_LOG_FORMAT", "SLOW_REQUEST", "CORE_DUMPS"),
-    )
-)
 OF_TESTS = frozenset(  # variables of tests and benchmarks, which start programs that read settings
     f"{PREFIX}{name}"
     for name in (

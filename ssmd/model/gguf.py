@@ -41,7 +41,7 @@ def is_gguf(file: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Listed:
+class GGUFTensor:
     """A tensor of a file. kind: its type's number. shape: the slowest dimension first. begin, nbytes: of its bytes.
 
     nbytes is 0 for a type that is not read.
@@ -83,13 +83,13 @@ class GGUF:
                 raise ValueError(f"general.alignment is {str(alignment)[:MAX_SHOWN]}, expected a power of two")
             entries = [head.tensor() for _ in range(tensors)]
             begin = -(-head.at // alignment) * alignment
-        self.listed: dict[str, Listed] = {}
+        self.listed: dict[str, GGUFTensor] = {}
         for name, shape, kind, offset in entries:
             if name in self.listed:
                 raise ValueError(f"tensor {shown(name)} stands twice")
             if offset % alignment:
                 raise ValueError(f"tensor {shown(name)} begins at byte {offset}, no multiple of {alignment}")
-            self.listed[name] = Listed(name, kind, shape, begin + offset, _nbytes(name, shape, kind))
+            self.listed[name] = GGUFTensor(name, kind, shape, begin + offset, _nbytes(name, shape, kind))
         self._side_by_side()
 
     def _side_by_side(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributions import SHAPES, chi_square_fits
+from distributions import SHAPES, chi_square_fits, even_counts, worst
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -90,13 +90,15 @@ def test_the_typical_set_is_that_of_transformers(mass: float, size: int, width: 
     assert drawn <= {*np.flatnonzero(expected).tolist(), *differ.tolist()}
 
 
+EVEN = 400  # draws of even values
 PARAMS: list[dict[str, Any]] = [
     {"typical_p": 0.9},
     {"typical_p": 0.2, "temperature": 1.5},
     {"typical_p": 0.6, "top_k": 20},
-    {"typical_p": 0.8, "top_p": 0.7},
+    {"typical_p": 0.8, "top_p": 0.71},  # of 200 equal ones no set ends on an edge, which rounding decides
     {"typical_p": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 60},
     {"typical_p": 0.5, "min_p": 0.1},
+    {"typical_p": 0.95, "min_p": 0.3},
     {"xtc_probability": 1.0, "xtc_threshold": 0.02},
     {"xtc_probability": 0.5, "xtc_threshold": 0.1, "temperature": 0.7},
     {"xtc_probability": 1.0, "xtc_threshold": 0.0},
@@ -112,10 +114,21 @@ def test_the_distribution_is_the_references(shape: str, fields: dict[str, Any]) 
     logits = SHAPES[shape]
     if shape == "ties" and "typical_p" in fields:
         logits = logits + np.random.default_rng(6).normal(0, 0.01, logits.size).astype(np.float32)
-    params = SamplingParams(**fields, seed=11)
-    sampler = Sampler(params)
-    tokens = np.array([sampler.sample(logits).token for _ in range(2500)])
-    assert chi_square_fits(np.bincount(tokens, minlength=logits.size), filtered_ref(logits, params))
+    params = SamplingParams(**fields)
+    # XTC draws first whether it is on; a token outside the set that typical_p alone leaves is drawn anew.
+    one_value = "typical_p" in fields and not fields.keys() <= {"typical_p", "temperature"}
+    counts = even_counts(Sampler(params), logits, EVEN if one_value else 3 * EVEN)
+    expected = filtered_ref(logits, params)
+    assert chi_square_fits(counts, expected)
+    assert not one_value or worst(counts, expected) < 1.01
+
+
+@pytest.mark.parametrize("probability", [0.3, 0.7])
+def test_xtc_comes_as_often_as_asked(probability: float) -> None:
+    logits = np.full(64, -np.inf, np.float32)
+    logits[[5, 40]] = 3.0, 0.0  # probabilities of 0.953 and 0.047, of which XTC leaves the second
+    sampler = Sampler(SamplingParams(xtc_probability=probability, xtc_threshold=0.04))
+    assert even_counts(sampler, logits, EVEN)[5] == pytest.approx((1 - probability) * 0.953 * EVEN, abs=8)
 
 
 @settings(max_examples=60, deadline=None)

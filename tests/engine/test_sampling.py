@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributions import SHAPES, chi_square_fits
+from distributions import SHAPES, chi_square_fits, even_counts, worst
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -40,6 +40,7 @@ def probabilities_ref(logits: Floats, params: SamplingParams) -> NDArray[np.floa
     return whole
 
 
+EVEN = 400  # draws of even values
 PARAMS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.5},
@@ -66,11 +67,24 @@ PARAMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", PARAMS, ids=str)
 def test_the_distribution_is_the_references(shape: str, fields: dict[str, Any]) -> None:
     logits = SHAPES[shape]
-    params = SamplingParams(**fields, seed=11)
-    sampler = Sampler(params)
-    tokens = np.array([sampler.sample(logits).token for _ in range(2500)])
-    counts = np.bincount(tokens, minlength=logits.size)
-    assert chi_square_fits(counts, probabilities_ref(logits, params))
+    params = SamplingParams(**fields)
+    one_value = params.top_p >= 1.0 or 0 < params.top_k < logits.size  # else a token outside the nucleus is drawn anew
+    counts = even_counts(Sampler(params), logits, EVEN if one_value else 3 * EVEN)
+    expected = probabilities_ref(logits, params)
+    assert chi_square_fits(counts, expected)
+    assert not one_value or worst(counts, expected) < 1.01
+
+
+def test_a_token_outside_the_nucleus_is_drawn_anew_fairly() -> None:
+    """Both likely tokens come equally often, though unlikely ones share the column of one (sampler.py) alone."""
+    weights = np.zeros((64, 2))  # token = row * 2 + column
+    weights[:, 0] = 0.5 / 63
+    weights[0] = 0.25, 0.25
+    with np.errstate(divide="ignore"):
+        logits = np.log(weights.reshape(-1)).astype(np.float32)
+    counts = even_counts(Sampler(SamplingParams(top_p=0.45)), logits, 3 * EVEN)
+    assert counts.sum() == counts[:2].sum() == 3 * EVEN
+    assert abs(int(counts[0]) - int(counts[1])) <= 40
 
 
 def test_the_chi_square_test_can_fail() -> None:

@@ -19,6 +19,7 @@ import conformance
 import decode
 import gpu
 import host
+import house
 import loops
 import mutations
 import numpy as np
@@ -88,7 +89,7 @@ def test_loops_are_answers_that_go_in_circles() -> None:
 
 def test_a_seed_draws_the_same_mutations() -> None:
     """Each changes one operator, and what is left is a program."""
-    areas = ("ssmd/text/*.py",)
+    areas = ("ssmd/text/t*.py",)
     found = mutations.drawn(80, 39, areas)
     assert found == mutations.drawn(80, 39, areas)
     assert found != mutations.drawn(80, 40, areas)
@@ -98,6 +99,20 @@ def test_a_seed_draws_the_same_mutations() -> None:
         assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(one.of(text)))
         lines = zip(text.split("\n"), one.of(text).split("\n"), strict=True)
         assert [n for n, (before, after) in enumerate(lines, 1) if before != after] == [one.line]
+
+
+def test_floors_are_those_of_the_longest_way() -> None:
+    arrows = {"top": {"a", "low"}, "a": {"b"}, "b": {"a", "low"}, "low": set[str](), "alone": set[str]()}
+    assert house.floors(arrows) == (4, [["a", "b"]])
+
+
+def test_a_turns_files_are_counted(artifacts: TinyArtifacts) -> None:
+    """The daemon's and the runtime's; the client's are not."""
+    calls = house.turn(str(artifacts["mamba-f32"]))
+    assert {"ssmd/engine/worker.py", "ssmd/sessions/store.py", "ssmd/text/template.py"} <= set(calls.files)
+    assert "runtimes/ssmd_litert/calls.py" in calls.files
+    assert "ssmd/daemon/client.py" not in calls.files
+    assert len(calls.files) < 120
 
 
 def test_decode(artifacts: TinyArtifacts, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}( *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 @dataclass(frozen=True)
 class PathRules:
-    """The paths that have rules of their own, all without parameters. ssmd/api/operation.py makes them of the table."""
+    """The paths, all without parameters, that have rules of their own. ssmd/api/operation.py builds them."""
 
     keyless: frozenset[str] = frozenset()  # need no key
     linked: frozenset[str] = frozenset()  # of `keyless`: a link of another site may lead there

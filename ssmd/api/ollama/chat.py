@@ -138,7 +138,7 @@ def _only(body: AskBody, model: Model, ignored: tuple[str, ...], said: Said) -> 
 
 
 def said_in_chat(text: str, thinking: str = "", calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Return the part of an answer that has its words, for /api/chat."""
+    """Return the field of an answer's line that holds the text: `message`, as /api/chat has it."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if thinking:
         message["thinking"] = thinking

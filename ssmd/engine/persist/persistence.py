@@ -374,7 +374,7 @@ class _TurnStore(GenerationStore):
         return stored
 
     def _let_go(self, *, read: bool) -> None:
-        """Let go of what nothing grows from any more. After the work that needs it was queued.
+        """Release the states that no later state continues. Call it after the work that needs them was queued.
 
         The state of a prompt under way goes if all of the prompt was `read`. Otherwise it stays for a while.
         """

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ssmd.families.registry import FAMILIES
 from ssmd.families.unbuilt import in_gguf
 from ssmd.model.ggml import ENCODINGS
-from ssmd.model.gguf import GGUF, Listed, shown
+from ssmd.model.gguf import GGUF, GGUFTensor, shown
 from ssmd.model.source import READ_BYTES, VOLATILE, Source, SourceError, Tensor
 from ssmd.refit.gguf.architectures import ARCHITECTURES, PLAIN, ROPE_FREQS, Form, Metadata
 from ssmd.refit.gguf.tokenizer import vocabulary_of
@@ -34,10 +34,10 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf\Z", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Stored:
+class StackedTensor:
     """A source's tensor as the file holds it: `parts` stacked by rows, in one form."""
 
-    parts: tuple[Listed, ...]
+    parts: tuple[GGUFTensor, ...]
     form: Form
 
     @property
@@ -53,7 +53,7 @@ class GGUFSource(Source):
 
     file: Path
     read: GGUF = field(repr=False)
-    stored: Mapping[str, Stored] = field(repr=False)
+    stored: Mapping[str, StackedTensor] = field(repr=False)
 
     @staticmethod
     def make(file: Path, folder: Path) -> GGUFSource:
@@ -134,7 +134,7 @@ class GGUFSource(Source):
                 whole.update(json.dumps([name, part.kind, list(part.shape), self._sha256(part)]).encode())
         return whole.hexdigest()
 
-    def _sha256(self, part: Listed) -> str:
+    def _sha256(self, part: GGUFTensor) -> str:
         digest, left = hashlib.sha256(), part.nbytes
         try:
             with self.file.open("rb") as opened:
@@ -190,10 +190,12 @@ def _is_whole_model(read: GGUF) -> None:
         raise SourceError(f"{read.file} is of the type {shown(str(kind))}, not a model")
 
 
-def _stored(read: GGUF, names: Mapping[str, tuple[str, Form]], top: Mapping[str, str], layer: str) -> dict[str, Stored]:
+def _stored(
+    read: GGUF, names: Mapping[str, tuple[str, Form]], top: Mapping[str, str], layer: str
+) -> dict[str, StackedTensor]:
     """Return the tensors by the source's names. Raises SourceError naming one that is unknown or not read."""
     order = {own: place for place, own in enumerate(names)}
-    found: dict[str, list[tuple[int, Listed, Form]]] = {}
+    found: dict[str, list[tuple[int, GGUFTensor, Form]]] = {}
     for name, entry in read.listed.items():
         if entry.kind not in ENCODINGS:
             known = ", ".join(e.name for e in ENCODINGS.values())
@@ -220,11 +222,11 @@ def _stored(read: GGUF, names: Mapping[str, tuple[str, Form]], top: Mapping[str,
         rows = several[0].shape[0]
         if form.heads and rows % (2 * form.heads):
             raise SourceError(f"{read.file}: {shown(several[0].name)} has {rows} rows, not pairs in {form.heads} heads")
-        made[name] = Stored(several, form)
+        made[name] = StackedTensor(several, form)
     return made
 
 
-def _rows(read: GGUF, stored: Stored, shape: tuple[int, ...], first: int, last: int) -> NDArray[np.float32]:
+def _rows(read: GGUF, stored: StackedTensor, shape: tuple[int, ...], first: int, last: int) -> NDArray[np.float32]:
     """Return rows of a tensor with what the converter did undone."""
     form = stored.form
     if form.heads:

@@ -154,7 +154,7 @@ def _no_room(target: Path, needed: int = 0) -> str:
 def _copy(live: str, to: str, copy: Path, states: bool) -> tuple[int, int, int]:
     """Copy the rows in one read transaction; return the numbers of (sessions, turns, checkpoints).
 
-    live, to: the places by which SQLite opens the store and the copy.
+    live, to: the addresses at which SQLite opens the store and the copy.
     """
     with closing(sqlite3.connect(to, uri=True, isolation_level=None)) as connection:
         # An unfinished copy is worthless, so it needs no journal and no wait for the disk.

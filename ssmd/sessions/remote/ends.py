@@ -68,7 +68,7 @@ class EndBody(Strict):
 
 @dataclass(frozen=True)
 class RemoteReader:
-    """The model that a request is for, which turns and states of a remote must fit. context: in tokens.
+    """Reads a remote's turns and states for the model of one request. context: in tokens.
 
     ms_per_token: the time that reading took so far; None if it has read nothing yet.
     """

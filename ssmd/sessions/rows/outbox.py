@@ -46,7 +46,7 @@ def standing(connection: Connection, session_id: str) -> Standing | None:
 
 
 def set_standing(connection: Connection, session_id: str, now: Standing) -> None:
-    """Note how a session stands to the remote."""
+    """Store a session's standing with the remote."""
     connection.execute(delete(remote_session).where(_r.id == session_id))
     connection.execute(insert(remote_session).values(id=session_id, standing=now))
 

@@ -238,7 +238,7 @@ async def write_all(events: Iterable[bytes], stream: sse.EventStream, gone: asyn
 
 
 async def follow(found: InFlightAnswer, after: int, stream: sse.EventStream, gone: asyncio.Event) -> None:
-    """Write the events of a response so far and to come, but those up to number `after`. Raises ClientStalled.
+    """Write the events of a response above number `after`: those so far, then new ones. Raises ClientStalled.
 
     A failure comes in any case, as in `retold_end`. The events are read from the engine's own list, so that a slow
     reader needs no memory.
