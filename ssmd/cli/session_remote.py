@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssmd.cli import completion, options
-from ssmd.cli.output import USAGE, fail
+from ssmd.cli.output import USAGE, counted, fail
 from ssmd.cli.session import Id, _size, open_store, read_session
 from ssmd.cli.session_move import _local_models
 
@@ -58,7 +58,8 @@ def push(
         found = shareable(store, ids)
         turns, nbytes = sum(one.turns for one in found), sum(one.nbytes for one in found)
         if not as_json:
-            typer.echo(f"{turns} turns of {len(found)} sessions, {_size(nbytes)}, to {there.name}")
+            amount = f"{counted(turns, 'turn')} of {counted(len(found), 'session')}, {_size(nbytes)}"
+            typer.echo(f"{amount}, to {there.name}")
         if not dry_run:
             for one in found:
                 share(store, one.session)
@@ -81,7 +82,8 @@ def pull(
     models = _local_models(Settings(data_dir=data_dir, models_dir=models_dir).models_dir)
     with _remote(data_dir, remote) as (store, there):
         written = pull_session(store, there, session_id, {lineage: m.vocabulary for lineage, m in models.items()})
-    typer.echo(json.dumps({"id": session_id, "turns": written}) if as_json else f"{session_id}: {written} new turns")
+    news = f"{session_id}: {counted(written, 'new turn')}"
+    typer.echo(json.dumps({"id": session_id, "turns": written}) if as_json else news)
 
 
 def local(
@@ -116,4 +118,5 @@ def sweep(
     if as_json:
         typer.echo(json.dumps({"files": count, "bytes": nbytes, "removed": not dry_run}))
     else:
-        typer.echo(f"{count} files, {_size(nbytes)}, {'would be removed' if dry_run else 'removed'} from {there.name}")
+        amount = f"{counted(count, 'file')}, {_size(nbytes)}"
+        typer.echo(f"{amount}, {'would be removed' if dry_run else 'removed'} from {there.name}")

@@ -241,6 +241,6 @@ def test_an_older_session_goes_by_push_alone(artifacts: TinyArtifacts, tmp_path:
         assert not list(folder.glob("sessions/*/*/*"))
         done = a.command("push", "--all", "--remote", str(folder))
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("2 turns of 1 sessions, 0.0 MB, to ")
+        assert done.stdout.startswith("2 turns of 1 session, 0.0 MB, to ")
         assert b.say(said, "And here?")["session"] == own["session"]
         assert a.say(list(said), "Back again?")["remote"] in ("waiting", "sent")
