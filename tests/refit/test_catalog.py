@@ -557,7 +557,7 @@ def test_pull_says_what_no_graph_fits(artifacts: TinyArtifacts, shelf: Path, tmp
 def test_every_model_is_shipped_for_both_runtimes() -> None:
     models = {f.stem: json.loads(f.read_text()) for f in (ROOT / "scripts" / "models").glob("*.json")}
     assert len(models) == 9
-    found = {runtime: {g.header.name: g.header for g in shipped(runtime)} for runtime in ("litert", "openvino")}
+    found = {r: {g.header.name: g.header for g in shipped(r, "int8")} for r in ("litert", "openvino")}
     assert set(models) - set(found["litert"]) == {"qwen3.5-0.8b"}  # LiteRT's is yet to be made: scripts/graphs
     assert set(found["openvino"]) == set(models)
     for headers in found.values():
@@ -566,6 +566,10 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
             assert differences(header, models[name]["config"]) == {}
             assert header.quantization == "int8"
             assert max(header.golden.rms) < 0.25
+    [four] = [g.header for r in found for g in shipped(r, "int4")]
+    assert (four.name, four.runtime, four.quantization) == ("smollm2", "openvino", "int4")
+    assert differences(four, models["smollm2"]["config"]) == {}
+    assert max(four.golden.rms) < 0.05
     assert sum(f.stat().st_size for f in catalog.SHIPPED.iterdir()) < 8 << 20
 
 
