@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from ssmd.cli import app
 from ssmd.cli import pull as command
 from ssmd.config import Settings
+from ssmd.machine import memory
 from ssmd.refit import catalog
 from ssmd.refit.graphfile import StrippedGraph
 
@@ -69,7 +70,7 @@ def test_int4_is_taken_where_int8_has_no_memory(
     config: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = chosen(config, tmp_path, "int8").memory
-    monkeypatch.setattr(command, "available", lambda: needed - 1)
+    monkeypatch.setattr(memory, "available", lambda: needed - 1)
     recipe = chosen(config, tmp_path)
     assert form(recipe) == ("openvino-cpu-int4", "int4")
     assert recipe.why.startswith("the weights become int4, as int8 takes about ")
