@@ -153,7 +153,7 @@ def build(
     sizes = {name: file.size for name, file in artifact.manifest.files.items()}
     if said := info_of(artifact.manifest.runtime).first_load(artifact.manifest.device_class, sizes):
         typer.echo(said)
-    typer.echo(f"{artifact.path}: {sum(sizes.values()) / 1e6:.1f} MB; {hint(artifact.manifest, name)}")
+    typer.echo(f"{artifact.path}: {sum(sizes.values()) / 1e6:.1f} MB; {hint(artifact.manifest, name, out)}")
 
 
 def _own_name(checkpoint: str) -> str:

@@ -45,6 +45,7 @@ def make(
 
     from ssmd.build.builder import Packer, check_packages, targeted
     from ssmd.build.stripping import make as make_graph
+    from ssmd.build.stripping import makes_late
     from ssmd.cli.build import lengths_of, tiers_of
     from ssmd.cli.making import converter_of, name_of
     from ssmd.families.registry import family_of
@@ -63,6 +64,11 @@ def make(
     tiers = None if context is None else tiers_of(lengths_of("--context", context), converter.tiers)
     family = family_of(fields)
     target = targeted(converter, family, family.parse(fields), None if quant is None else quant.value, lengths, tiers)
+    if target.quantization == "int4" and not makes_late(converter, "int4", family.bindings(family.parse(fields))):
+        raise typer.BadParameter(
+            f"no refit makes int4 of {'experts' if 'int4' in converter.late else f'runtime {converter.runtime}'}: "
+            "build it with `ssmd build --quant int4`"
+        )
     name_of(label.name)
     file = out / file_name(label.name, converter.runtime, converter.device_class, target.quantization)
     if file.exists() and not force:

@@ -36,15 +36,19 @@ class BuildFailed(ValueError):
         self.usage = usage
 
 
-def hint(manifest: Manifest, name: str) -> str:
-    """Return the next step with an artifact that was made."""
-    from ssmd.installed import why_unusable
+def hint(manifest: Manifest, name: str, out: Path) -> str:
+    """Return the next step with an artifact that was made in `out`: with its path if the name means another one."""
+    from ssmd.installed import choose_installed, named, why_unusable
     from ssmd.runtime.info import info_of, target_for
 
+    target = target_for(manifest.runtime, manifest.device_class)
     why = why_unusable(manifest)
     if not why:
-        return f"try: ssmd run {name}"
-    target = target_for(manifest.runtime, manifest.device_class)
+        found = named(name, out.parent.parent)
+        for runtime, way in (("auto", name), (target.name, f"{name} --runtime {target.name}")):
+            if choose_installed(found, runtime).path.name == out.name:
+                return f"try: ssmd run {way}"
+        return f"try: ssmd run {out}"
     if info_of(manifest.runtime).builds_anywhere:
         return why.removeprefix(f"{manifest.device_class}: ")
     if target.name != manifest.runtime:
@@ -407,6 +411,17 @@ def needs_of(
         late = SimpleNamespace(late=converter.quantizations, holds=False)
         converter = cast("Converter", late)
     return builder.needs_of(converter, family.bindings(parsed), target)
+
+
+def builds(runtime: str, quantization: Quantization, config: Mapping[str, Any]) -> bool:
+    """Return True if `ssmd build` stores the weights of such a model so for a value of `--runtime`."""
+    from ssmd.families.fields import FamilyError
+
+    try:
+        check_target(config, runtime)
+        return quantization in converter_of(runtime).quantizations
+    except (FamilyError, BuildFailed):
+        return False
 
 
 @contextmanager

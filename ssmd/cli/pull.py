@@ -20,6 +20,7 @@ from ssmd.cli.build import Quant
 from ssmd.cli.making import (
     BuildFailed,
     alone,
+    builds,
     check_target,
     check_texts,
     fetch,
@@ -147,6 +148,8 @@ def _pull(
     making.name = name.rpartition("/")[2]
     if report or any(asked is not None for asked in (runtime, folder, making.quantization)):  # an artifact is wanted
         making.build = name if folder is None else str(folder)
+    if making.quantization is not None and (name, revision, folder) == (smollm2.NAME, "main", None):
+        making.look(catalog.config_of_graph(name))  # which is known, so nothing is fetched or unpacked for a refusal
     with _source(making, name, revision, folder, to, said, say) as path:
         known = said.get("path", path)
         artifact = None
@@ -247,15 +250,26 @@ class _Making:
             self.recipe, self.why_not = _recipe(config, self)
         if self.recipe is None:
             if self.build:
-                way = _way_of(config) if self.runtime == "auto" else f" --runtime {self.runtime}"
-                way += "" if self.quantization is None else f" --quant {self.quantization}"
-                fail(f"{self.why_not}; with PyTorch it can be built: ssmd build {self.build}{way}")
+                fail(f"{self.why_not}; {self._built(config)}")
             return KEPT
         if self.recipe.out.exists() and not self.force:
             return Purpose(needed=False)
         if not self.anyway:
             _check_memory(self.recipe.memory)
         return Purpose(self.settings.models_dir, self.recipe.disk, temporary=not self.keep_source)
+
+    def _built(self, config: Mapping[str, Any]) -> str:
+        """Return the command that builds the artifact, or that no runtime stores weights so."""
+        from ssmd.runtime.info import targets
+
+        if self.quantization is None:
+            way = _way_of(config) if self.runtime == "auto" else f" --runtime {self.runtime}"
+            return f"with PyTorch it can be built: ssmd build {self.build}{way}"
+        wanted = targets() if self.runtime == "auto" else [self.runtime]
+        runtime = next((name for name in wanted if builds(name, self.quantization, config)), None)
+        if runtime is None:
+            return f"nor does `ssmd build` make {self.quantization} for {' or '.join(wanted)}"
+        return f"with PyTorch it can be built: ssmd build {self.build} --runtime {runtime} --quant {self.quantization}"
 
     def made_before(self, say: Progress) -> Path | None:
         """Return the artifact's folder and say that it is there. None if it is not, or is to be replaced.
@@ -329,7 +343,7 @@ class _Making:
                 say(loss.sentence(source, None if graph is None else graph.header, manifest.quantization))
             noted(out, self.settings)
             nbytes = sum(f.size for f in manifest.files.values())
-            say(f"{out}: {show_size(nbytes)}; {hint(manifest, self.name)}")
+            say(f"{out}: {show_size(nbytes)}; {hint(manifest, self.name, out)}")
         return out
 
 

@@ -236,6 +236,11 @@ def origin_of(name: str) -> str:
     return StrippedGraph.open(files(name=name)[0]).header.origin
 
 
+def config_of_graph(name: str) -> Mapping[str, Any]:
+    """Return the config of a model with a shipped graph. Raises StrippedError."""
+    return StrippedGraph.open(files(name=name)[0]).header.config
+
+
 @cache
 def download_of(name: str) -> int:
     """Return about the bytes that a pull of a model with a shipped graph fetches from a hub.
@@ -243,7 +248,7 @@ def download_of(name: str) -> int:
     They are WEIGHT_BYTES for each weight; a hub's own list has the exact number, and hub/wheel.py that of a package.
     Raises GraphError or StrippedError.
     """
-    config = StrippedGraph.open(files(name=name)[0]).header.config
+    config = config_of_graph(name)
     family = family_of(config)
     bindings = family.bindings(family.parse(config)).values()
     return WEIGHT_BYTES * sum({n: math.prod(s) for one in bindings for n, s in one.reads.items()}.values())
