@@ -84,7 +84,7 @@ function Cost({usage, words}) {
 /** Where a prompt and an earlier one part, and the words of both. found: null if the daemon has only one that is less alike. */
 function Parting({found: parting}) {
   if (!parting) return html`<p class="parting">The earlier prompt is not stored.</p>`;
-  const line = (name, text) => html`<dt>${name}</dt><dd>…${plain(parting.before)}<mark>${plain(text)}</mark>…</dd>`;
+  const line = (name, text) => html`<dt>${name}</dt><dd dir="auto">…${plain(parting.before)}<mark>${plain(text)}</mark>…</dd>`;
   const same = !parting.here && !parting.there;
   return html`<div class="parting">
     <p>The first ${many(parting.position, "token")} are those of <a href=${`#/chat/${parting.session}/${parting.turn}`}>an earlier prompt</a>.${same && " Then the same words have other tokens."}</p>

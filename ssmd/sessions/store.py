@@ -434,7 +434,7 @@ class Store:
     def partings(self, turns: Sequence[Turn]) -> Mapping[str, Parting]:
         """Return where the prompts of turns differ from earlier ones of the same owner, by turn (`read_partings`)."""
         with self.reading() as connection:
-            return read_partings(connection, turns)
+            return read_partings(connection, turns, self.domain)
 
     def usages(self, session_id: str) -> dict[str, Mapping[str, Any]]:
         """Return the usage of each answer of a session, by turn, as far as it is still kept."""

@@ -12,6 +12,7 @@ import pytest
 from cli.test_session_cli import Ssmd, ssmd
 from keeping import Chat, user
 
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.rows.partings import Parting
 from ssmd.sessions.store import Store
@@ -55,6 +56,21 @@ def test_a_conversation_parts_from_the_most_alike(store: Store) -> None:
     assert found.before.endswith("lighthouse. It is ")
     assert found.here.startswith("one o'clock. Be")
     assert found.there.startswith("noon. Be")
+
+
+def test_a_forks_beginning_tells_nothing_of_its_owners_other_sessions(store: Store) -> None:
+    """Ben forked a session of Anna's while they shared all. Its turns are hers still, also after she removes it."""
+    say(Chat(store, "ses_0", owner="anna"), "t0", None, CLOCK.format("noon, says Anna"))
+    say(Chat(store, "ses_1", owner="anna"), "t1", None, CLOCK.format("one o'clock"))
+    fork = store.of(Domain("ben", None)).fork("ses_1").id
+    anna, ben = store.of(Domain("anna", ("anna",))), store.of(Domain("ben", ("ben",)))
+    turns = ben.turns(fork)
+    assert [turn.id for turn in turns] == ["t1"]
+    assert anna.partings(turns)["t1"].turn == "t0"
+    assert ben.partings(turns) == {}
+    anna.delete("ses_1")
+    say(Chat(store, "ses_2", owner="anna"), "t2", None, CLOCK.format("one at night"))
+    assert anna.partings(store.path("t2"))["t2"].turn == "t0", "ses_1 is Ben's now"
 
 
 def test_it_is_found_how_far_a_conversation_is_the_same(store: Store) -> None:

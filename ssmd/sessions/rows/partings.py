@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, select
 
+from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Ids
+from ssmd.sessions.rows.schema import by, seen
+from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import as_they_are, read_turn, turn_of
 from ssmd.sessions.turn import StoreError, Turn
@@ -18,8 +21,11 @@ _BEFORE, _AFTER = 24, 48  # characters that are shown before the place and behin
 _t, _mine = turn_table.c, turn_table.alias()
 _EARLIER = (
     select(turn_table)
+    .select_from(turn_table)
     .join(_mine, _mine.c.id == bindparam("turn"))
+    .join(session_table, session_table.c.id == _t.session)
     .where(
+        seen(session_table.c.owner),  # a fork's beginning may be another owner's, whose other sessions it does not see
         _t.parent.is_not_distinct_from(bindparam("parent")),
         *(_t.seq < _mine.c.seq, _t.owner == _mine.c.owner, _t.lineage == _mine.c.lineage),
     )
@@ -49,14 +55,14 @@ class _Whole:
     text: str
 
 
-def read_partings(connection: Connection, turns: Sequence[Turn]) -> Mapping[str, Parting]:
-    """Return where the prompts of these turns differ from earlier ones, by turn.
+def read_partings(connection: Connection, turns: Sequence[Turn], domain: Domain) -> Mapping[str, Parting]:
+    """Return where the prompts of these turns differ from earlier ones that the domain sees, by turn.
 
     A prompt is compared with the turn that it continues. If it goes on from there, it is compared with earlier turns
     beside it: those that go on from there too, or begin a conversation too. The one that shares most counts.
     Left out are turns that go on from all these, and those whose text is not stored.
     """
-    reader = _Reader(connection, turns)
+    reader = _Reader(connection, turns, domain)
     found = {turn.id: reader.parting(turn) for turn in turns}
     return {turn: parting for turn, parting in found.items() if parting is not None}
 
@@ -64,8 +70,8 @@ def read_partings(connection: Connection, turns: Sequence[Turn]) -> Mapping[str,
 class _Reader:
     """Reads turns, each once."""
 
-    def __init__(self, connection: Connection, turns: Sequence[Turn]) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, turns: Sequence[Turn], domain: Domain) -> None:
+        self._connection, self._seen = connection, by(domain)
         self._turns = {turn.id: turn for turn in turns}
 
     def parting(self, turn: Turn) -> Parting | None:
@@ -92,7 +98,7 @@ class _Reader:
     def _earlier(self, turn: Turn, parent: str | None) -> Iterator[_Whole]:
         """Yield the turns below a parent, or those that begin a conversation, that were written before a turn."""
         with as_they_are(self._connection):
-            rows = self._connection.execute(_EARLIER, {"turn": turn.id, "parent": parent}).all()
+            rows = self._connection.execute(_EARLIER, {"turn": turn.id, "parent": parent, **self._seen}).all()
         for row in rows:
             if (found := self._whole(turn_of(row))) is not None:
                 yield found

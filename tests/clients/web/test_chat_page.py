@@ -79,6 +79,18 @@ def test_a_prompt_that_parts_shows_the_words_of_both(window: Window) -> None:
     window.page.wait_for_selector("text=The earlier prompt is not stored.")
 
 
+def test_words_that_part_run_in_the_direction_of_their_text(window: Window) -> None:
+    same = "הגנן ספר את כל האגסים שנפלו מן העץ הישן. " * 3
+    for text in ("שבעה", "תשעה"):
+        window.open()
+        window.say(f"{same}{text}")
+        window.answered(1)
+    window.page.click("text=Show the words")
+    window.page.wait_for_selector(".parting dl")
+    directions = "[...document.querySelectorAll('.parting dd')].map((one) => getComputedStyle(one).direction)"
+    assert window.page.evaluate(directions) == ["rtl", "rtl"]
+
+
 def test_stop_keeps_what_was_said(window: Window, served: DaemonProcess) -> None:
     window.sampling(**LONG)
     window.open()
