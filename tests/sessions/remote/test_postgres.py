@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -80,6 +81,33 @@ def test_a_server_that_hangs_is_given_up(
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+
+
+def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection, as PgBouncer does before a server that is away. Else no daemon would start."""
+    monkeypatch.setattr(server_module, "ANSWER_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def welcome() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I")  # it is let in, and the server is ready
+                while connection.recv(1 << 16):
+                    pass
+
+        threading.Thread(target=welcome, daemon=True).start()
+        url, failed = f"postgresql://ssmd@127.0.0.1:{listening.getsockname()[1]}/ssmd?sslmode=disable", []
+
+        def opened() -> None:
+            with pytest.raises(RemoteError, match="cannot be used") as found:
+                PostgresRemote.open(url, create=True)
+            failed.append(found.value.lasting)
+
+        thread = threading.Thread(target=opened, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert failed == [False]
 
 
 @pytest.mark.parametrize(
