@@ -16,7 +16,7 @@ from cluster import Cluster
 from modules import MODULES
 from remotes import DatabasePlace, turn
 
-from ssmd.sessions.domain import EVERYBODY
+from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.remote import packs as packs_module
 from ssmd.sessions.remote.postgres import leases, schema
 from ssmd.sessions.remote.postgres import server as server_module
@@ -159,6 +159,17 @@ def test_an_older_server_is_refused(database: DatabasePlace, monkeypatch: pytest
     monkeypatch.setattr(schema, "OLDEST", 99)
     with pytest.raises(RemoteError, match="it has to be 99 or newer"):
         PostgresRemote.open(database.setting, create=True)
+
+
+def test_a_database_of_no_encoding_is_used(server: Cluster) -> None:
+    """Servers that were set up without a locale have such ones."""
+    remote = PostgresRemote.open(server.url(server.encoded("SQL_ASCII")), create=True)
+    remote.publish([turn("t1", owner="ann")])
+    assert remote.known([turn("t1").chain], Domain("ann", ("ann",))) == [FIRST]
+    assert (remote.turns("ses_1"), remote.fetch(FIRST)) == (["t1"], turn("t1").body)
+    remote.bury("ses_1", None)
+    assert remote.buried() == {"ses_1"}
+    remote.close()
 
 
 def test_names_that_are_no_ids_are_passed_over(remote: PostgresRemote, database: DatabasePlace) -> None:

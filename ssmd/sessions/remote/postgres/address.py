@@ -90,6 +90,7 @@ def with_tls(parameters: dict[str, str], defaults: dict[str, str]) -> dict[str, 
     asked = defaults | parameters
     hosts = [one for name in ("host", "hostaddr") for one in asked.get(name, "").split(",") if one]
     done: dict[str, Any] = {"connect_timeout": CONNECT_S, "application_name": "ssmd", "tcp_user_timeout": "10000"}
+    done["client_encoding"] = "utf8"  # else that of the database, and of one in SQL_ASCII text comes as bytes
     done |= parameters
     if all(_is_here(host) for host in hosts):
         return done
