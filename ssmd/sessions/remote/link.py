@@ -253,7 +253,8 @@ class Link:
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._offline_until = 0.0  # monotonic s
+        self._offline_until = 0.0  # monotonic s; requests do not ask before it
+        self._unsent_until = 0.0  # monotonic s; nothing is sent before it
         self._ends_at = math.inf  # monotonic s
         self._problem = ""
         self._late: list[threading.Thread] = []  # look-ups that did not come in time
@@ -311,7 +312,7 @@ class Link:
         """Call `then` once: when the remote has stored turns, or after ACK_S; at once if they stay, or it is away."""
         one = _Acknowledgement(frozenset(turns), then)
         with self._lock:
-            away = self._remote is None or time.monotonic() < self._offline_until
+            away = self._remote is None or time.monotonic() < self._unsent_until
             if not away:
                 self._waiting.append(one)
         if away:
@@ -472,16 +473,19 @@ class Link:
         return remote
 
     def _failed(self, err: StoreError) -> None:
-        reached = not isinstance(err, RemoteError)
+        reached, until = not isinstance(err, RemoteError), time.monotonic() + OFFLINE_S
+        answers = isinstance(err, RemoteError) and err.refused
         with self._lock:
             known, self._problem = bool(self._problem), self._problem if reached else err.reason
-            self._offline_until = time.monotonic() + OFFLINE_S
-            remote, self._remote = self._remote, self._remote if reached else None
+            self._unsent_until = until
+            if not answers:
+                self._offline_until = until
+            remote, self._remote = self._remote, self._remote if reached or answers else None
             waiting, self._waiting = self._waiting, [] if not reached else self._waiting
         if not reached:
             for one in waiting:
                 one.end()
-        if remote is not None and not reached:
+        if remote is not None and not (reached or answers):
             remote.close()
         level = logging.DEBUG if known else logging.WARNING
         log.log(level, "nothing is sent to the remote for %.0f s, what was said waits here: %s", OFFLINE_S, err)

@@ -11,12 +11,14 @@ from pathlib import Path
 import commands
 import pytest
 from conftest import TinyArtifacts
-from keeping import Chat, new_store
+from keeping import BUILD, LINEAGE, PRODUCER, SPECS, VOCABULARY, Chat, new_store, user
 from remotes import DatabasePlace
-from sessions.remote.test_roaming import Machine
+from sessions.remote.test_roaming import Machine, until
 
+from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.remote import link as link_module
-from ssmd.sessions.remote.link import Link
+from ssmd.sessions.remote.ends import RemoteReader
+from ssmd.sessions.remote.link import Link, send
 from ssmd.sessions.store import Store
 
 
@@ -95,6 +97,33 @@ def test_a_failure_lets_answers_go(store: Store, linked: Callable[[], Link], dat
     at_once = threading.Event()
     link.when_sent(["t1"], at_once.set)  # for the next 30 s no answer waits
     assert at_once.is_set()
+
+
+def test_a_read_only_database_is_still_asked(
+    store: Store, linked: Callable[[], Link], database: DatabasePlace, tmp_path: Path
+) -> None:
+    """Here a turn waits, so that the thread fails each time. No answer waits for it."""
+    other, spec, link = new_store(tmp_path / "other"), SPECS["hybrid"], linked()
+    other.shares = lambda: None
+    Chat(other, "ses_2", spec).say("o1", None, "Tell me of a river.", "It flows.")
+    remote = database.open()
+    send(other, remote)
+    remote.close()
+    database.server.admin(f"ALTER DATABASE {database.database} SET default_transaction_read_only = on")
+    database.server.cut_off(database.database)
+    try:
+        say(store, "t1")
+        link.start()
+        until(lambda: link.problem == "unreachable")
+        reader = RemoteReader(Maker(Scope(spec.digest(), LINEAGE, BUILD), PRODUCER, spec), VOCABULARY)
+        said = [m for t in other.turns("ses_2") for m in t.conversation] + [user("And then?")]
+        link.bring(said, store.domain, None, reader)
+        assert [t.id for t in store.turns("ses_2")] == ["o1"]
+        at_once = threading.Event()
+        link.when_sent(["t1"], at_once.set)
+        assert at_once.is_set()
+    finally:
+        database.server.admin(f"ALTER DATABASE {database.database} RESET default_transaction_read_only")
 
 
 @pytest.mark.parametrize("remote", [(), ("--remote", "/mnt/nas/ssmd")], ids=["none", "folder"])

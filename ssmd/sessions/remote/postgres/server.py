@@ -34,6 +34,7 @@ _WORDS = {  # by SQLSTATE, or its class
     "57": "it was stopped",
     "42501": "this role may not do that there",
 }
+_REFUSED = ("53100", "25006")  # SQLSTATE: it is full, it is read-only
 _LASTING = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "does not exist", "certificate")
 # Commits are on disk before they are reported, whatever the role's defaults are.
 _SURELY = text(
@@ -142,7 +143,9 @@ class Server:
         said = " ".join(said.split())[:300]
         why = _WORDS.get(state or "") or _WORDS.get((state or "")[:2])
         lasting = state is None and any(one in said for one in _LASTING)
-        return RemoteError(f"the remote {self.name} cannot be used: {why or said}", lasting=lasting)
+        return RemoteError(
+            f"the remote {self.name} cannot be used: {why or said}", lasting=lasting, refused=state in _REFUSED
+        )
 
 
 class _Deadline:
