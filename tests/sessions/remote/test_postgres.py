@@ -278,6 +278,31 @@ def test_a_sweep_takes_what_no_row_names(
     monkeypatch.setattr(packs_module, "SWEPT_S", -60)
     assert remote.sweep(dry_run=True) == remote.sweep() == (1, 14)
     assert (remote.packs.there(kept), remote.packs.there(left)) == (True, False)
+    database.sql("INSERT INTO ssmd.tombstone VALUES ('ses_1')")  # the machine was killed before it saw that
+    assert remote.sweep(dry_run=True) == remote.sweep() == (1, 4)
+    assert not database.rows()
+
+
+def test_a_removal_is_on_disk_whatever_the_role_says(
+    remote: PostgresRemote, database: DatabasePlace, server: Cluster
+) -> None:
+    """Else a crash of the server could bring the rows of a removed session back."""
+    database.sql(
+        "CREATE FUNCTION ssmd.look() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF current_setting("
+        "'synchronous_commit') = 'off' THEN RAISE EXCEPTION 'it is not sure'; END IF; RETURN NULL; END $$"
+    )
+    for table in ("turn", "tombstone"):
+        database.sql(f"CREATE TRIGGER look AFTER INSERT OR DELETE ON ssmd.{table} EXECUTE FUNCTION ssmd.look()")
+    server.admin(f"ALTER DATABASE {database.database} SET synchronous_commit = off")
+    server.cut_off(database.database)
+    try:
+        remote.publish([turn("t1"), turn("t2", "ses_2")])
+        remote.bury("ses_1", None)
+    finally:
+        server.admin(f"ALTER DATABASE {database.database} RESET synchronous_commit")
+    database.sql("INSERT INTO ssmd.tombstone VALUES ('ses_2')")
+    remote.publish([turn("t2", "ses_2")])  # as after a kill between the turn and the look for its tombstone
+    assert not database.rows()
 
 
 def test_without_a_database_psycopg_is_not_imported() -> None:
