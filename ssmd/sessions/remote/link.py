@@ -254,7 +254,7 @@ class Link:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._offline_until = 0.0  # monotonic s; requests do not ask before it
-        self._unsent_until = 0.0  # monotonic s; nothing is sent before it
+        self._unsent_until = 0.0  # monotonic s; no answer waits for the remote before it
         self._ends_at = math.inf  # monotonic s
         self._problem = ""
         self._late: list[threading.Thread] = []  # look-ups that did not come in time
@@ -318,7 +318,7 @@ class Link:
         if away:
             one.end()
             return
-        timer = threading.Timer(ACK_S, self._end, [one])
+        timer = threading.Timer(ACK_S, self._give_up, [one])
         timer.daemon = True
         timer.start()
         one.stop = timer.cancel
@@ -334,6 +334,19 @@ class Link:
                 done = [one for one in found if not any(outbox.waits(connection, turn) for turn in one.turns)]
             for one in done:
                 self._end(one)
+
+    def _give_up(self, one: _Acknowledgement) -> None:
+        """Let an answer go that waited for long. The next ones do not, until something is sent again."""
+        with self._lock:
+            if one in self._waiting:
+                self._unsent_until = max(self._unsent_until, time.monotonic() + OFFLINE_S)
+        self._end(one)
+
+    def _went(self) -> None:
+        """Note that rows have left the outbox."""
+        with self._lock:
+            self._unsent_until = 0.0
+        self._acknowledge()
 
     def _end(self, one: _Acknowledgement) -> None:
         with self._lock, contextlib.suppress(ValueError):
@@ -536,7 +549,7 @@ class Link:
                 if time.monotonic() - looked >= LOOK_S:
                     purge(self._store, remote)
                     looked = time.monotonic()
-                send(self._store, remote, self._is_over, self._resting.note, self._acknowledge)
+                send(self._store, remote, self._is_over, self._resting.note, self._went)
                 self._well()
                 self._send_ends(remote)
                 wait_s = min(wait_s, self._resting.wait_s)

@@ -43,8 +43,8 @@ def linked(store: Store, database: DatabasePlace) -> Iterator[Callable[[], Link]
         one.close()
 
 
-def say(store: Store, turn: str, parent: str | None = None) -> None:
-    Chat(store, "ses_1").say(turn, parent, f"Question {turn}.", "An answer.")
+def say(store: Store, turn: str, session: str = "ses_1") -> None:
+    Chat(store, session).say(turn, None, f"Question {turn}.", "An answer.")
 
 
 def test_an_answer_waits_until_the_remote_has_its_turn(
@@ -70,7 +70,7 @@ def test_an_answer_waits_until_the_remote_has_its_turn(
 def test_an_answer_does_not_wait_for_long(
     store: Store, linked: Callable[[], Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its thread sends a large state meanwhile; here the thread was never started."""
+    """As its server hangs, or its thread sends a large state; here the thread begins later."""
     monkeypatch.setattr(link_module, "ACK_S", 0.2)
     link, ends = linked(), list[float]()
     say(store, "t1")
@@ -84,6 +84,17 @@ def test_an_answer_does_not_wait_for_long(
     assert ended.wait(30)
     assert ends[0] >= 0.2
     assert link.state(["t1"]) == "waiting"
+    say(store, "t2", "ses_2")
+    at_once, waited = threading.Event(), threading.Event()
+    link.when_sent(["t2"], at_once.set)  # else each answer would be late, as long as the server hangs
+    assert at_once.is_set()
+    monkeypatch.setattr(link_module, "ACK_S", 30.0)
+    link.start()
+    until(lambda: link.state(["t2"]) == "sent")
+    say(store, "t3", "ses_3")  # the next answers wait again
+    link.when_sent(["t3"], waited.set)
+    assert waited.wait(30)
+    assert link.state(["t3"]) == "sent"
 
 
 def test_a_failure_lets_answers_go(store: Store, linked: Callable[[], Link], database: DatabasePlace) -> None:
