@@ -155,6 +155,11 @@ def test_a_daemon_says_what_the_database_has(
         own = machine.say(said, "Tell me of a river.")
         assert (own["stored"], own["remote"]) == (True, "sent")
         assert len(database.rows()) == 1
+        asked = {"model": machine.daemon.get("/v1/models")[1]["data"][0]["id"], "input": "And a lake?"}
+        made = machine.daemon.post("/v1/responses", asked | {"max_output_tokens": 4})
+        assert made["usage"]["ssmd"]["remote"] == "sent"
+        read = machine.daemon.get(f"/v1/responses/{made['id']}")[1]
+        assert "remote" not in read["usage"]["ssmd"]  # what is stored with the turn is older than that
         database.go_away()
         own = machine.say(said, "And then?")
         assert (own["stored"], own["remote"]) == (True, "waiting")
