@@ -19,4 +19,6 @@ class DaemonProcess(daemon_process.DaemonProcess):
             super().spawn()
             return
         with self._log.open("ab") as log:
-            self.process = commands.start(*self._command[len(SSMD) :], env=self._environment, log=log, before=self.before)
+            self.process = commands.start(
+                *self._command[len(SSMD) :], env=self._environment, log=log, before=self.before
+            )
