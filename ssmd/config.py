@@ -69,9 +69,14 @@ def _default_models_dir(settings: dict[str, Any]) -> Path:
     return Path(settings.get("data_dir", ".")) / "models"
 
 
+def _is_url(remote: str) -> bool:
+    """Return True for a URL, and for an address of a database that is not quite one: it may have a password."""
+    return "://" in remote or remote.lower().startswith(("postgres:", "postgresql:")) or "password=" in remote
+
+
 def _remote(value: str) -> str:
     """Return a folder's whole path, or the URL of a database as it is. Raises ValueError, without the URL."""
-    if "://" not in value:
+    if not _is_url(value):
         return str(folder.expanded(Path(value)))
     try:
         parts = urlsplit(value)
@@ -79,7 +84,7 @@ def _remote(value: str) -> str:
             raise ValueError("the URL has a password, which other users could read: set PGPASSWORD or use ~/.pgpass")
     except ValueError as err:
         raise ValueError(str(err)) from None
-    if parts.scheme not in ("postgresql", "postgres"):
+    if parts.scheme not in ("postgresql", "postgres") or "://" not in value:
         raise ValueError("name a folder, or a database: postgresql://user@host/database")
     return value
 
@@ -457,7 +462,7 @@ def _explain(error: ErrorDetails, flags: dict[str, Any]) -> str:
     else:
         where = f"the default {name.replace('_', ' ')}"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    hidden = name in SECRETS or (name == "remote" and "://" in text)  # which may have a password
+    hidden = name in SECRETS or (name == "remote" and _is_url(text))  # which may have a password
     said = "" if hidden or value is None else f" = {text[:200]!r}"
     reason = error["msg"].removeprefix("Value error, ")
     return f"{where}{said}: {reason[0].lower()}{reason[1:]}"

@@ -143,6 +143,12 @@ class Cluster:
             self.admin(f"CREATE DATABASE {name} OWNER ssmd TEMPLATE template0")
         return name
 
+    def encoded(self, encoding: str) -> str:
+        """Make a database of another encoding. Returns its name."""
+        name = f"of_{encoding.lower()}"
+        self.admin(f"CREATE DATABASE {name} OWNER ssmd TEMPLATE template0 ENCODING '{encoding}'")
+        return name
+
     def url(self, database: str, **parameters: str) -> str:
         """Return a database's address at the server's socket."""
         given = {"host": str(self.sockets), "port": str(self.port), **parameters}

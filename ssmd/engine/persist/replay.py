@@ -39,7 +39,8 @@ def _facts(asked: GenerationInput, choices: Sequence[Choice], done: Finish) -> d
     facts = asked.request.facts
     if facts is None:
         return None
-    how: dict[str, Any] = {"created": asked.created, "begun": len(asked.prompt.begun), "usage": asdict(done.usage)}
+    usage = asdict(done.usage) | {"remote": None}  # the turn is sent later, or not
+    how: dict[str, Any] = {"created": asked.created, "begun": len(asked.prompt.begun), "usage": usage}
     if "cuts" in facts:
         how["cuts"] = cuts_of(choices[0].deltas)
     begun, (choice, *_) = asked.prompt.begun, choices

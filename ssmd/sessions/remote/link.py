@@ -253,7 +253,8 @@ class Link:
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._offline_until = 0.0  # monotonic s
+        self._offline_until = 0.0  # monotonic s; requests do not ask before it
+        self._unsent_until = 0.0  # monotonic s; no answer waits for the remote before it
         self._ends_at = math.inf  # monotonic s
         self._problem = ""
         self._late: list[threading.Thread] = []  # look-ups that did not come in time
@@ -311,13 +312,13 @@ class Link:
         """Call `then` once: when the remote has stored turns, or after ACK_S; at once if they stay, or it is away."""
         one = _Acknowledgement(frozenset(turns), then)
         with self._lock:
-            away = self._remote is None or time.monotonic() < self._offline_until
+            away = self._remote is None or time.monotonic() < self._unsent_until
             if not away:
                 self._waiting.append(one)
         if away:
             one.end()
             return
-        timer = threading.Timer(ACK_S, self._end, [one])
+        timer = threading.Timer(ACK_S, self._give_up, [one])
         timer.daemon = True
         timer.start()
         one.stop = timer.cancel
@@ -333,6 +334,19 @@ class Link:
                 done = [one for one in found if not any(outbox.waits(connection, turn) for turn in one.turns)]
             for one in done:
                 self._end(one)
+
+    def _give_up(self, one: _Acknowledgement) -> None:
+        """Let an answer go that waited for long. The next ones do not, until something is sent again."""
+        with self._lock:
+            if one in self._waiting:
+                self._unsent_until = max(self._unsent_until, time.monotonic() + OFFLINE_S)
+        self._end(one)
+
+    def _went(self) -> None:
+        """Note that rows have left the outbox."""
+        with self._lock:
+            self._unsent_until = 0.0
+        self._acknowledge()
 
     def _end(self, one: _Acknowledgement) -> None:
         with self._lock, contextlib.suppress(ValueError):
@@ -472,16 +486,19 @@ class Link:
         return remote
 
     def _failed(self, err: StoreError) -> None:
-        reached = not isinstance(err, RemoteError)
+        reached, until = not isinstance(err, RemoteError), time.monotonic() + OFFLINE_S
+        answers = isinstance(err, RemoteError) and err.refused
         with self._lock:
             known, self._problem = bool(self._problem), self._problem if reached else err.reason
-            self._offline_until = time.monotonic() + OFFLINE_S
-            remote, self._remote = self._remote, self._remote if reached else None
+            self._unsent_until = until
+            if not answers:
+                self._offline_until = until
+            remote, self._remote = self._remote, self._remote if reached or answers else None
             waiting, self._waiting = self._waiting, [] if not reached else self._waiting
         if not reached:
             for one in waiting:
                 one.end()
-        if remote is not None and not reached:
+        if remote is not None and not (reached or answers):
             remote.close()
         level = logging.DEBUG if known else logging.WARNING
         log.log(level, "nothing is sent to the remote for %.0f s, what was said waits here: %s", OFFLINE_S, err)
@@ -532,7 +549,7 @@ class Link:
                 if time.monotonic() - looked >= LOOK_S:
                     purge(self._store, remote)
                     looked = time.monotonic()
-                send(self._store, remote, self._is_over, self._resting.note, self._acknowledge)
+                send(self._store, remote, self._is_over, self._resting.note, self._went)
                 self._well()
                 self._send_ends(remote)
                 wait_s = min(wait_s, self._resting.wait_s)

@@ -32,6 +32,7 @@ MAX_NAMES = 1_000_000  # files of one folder that are looked at
 PACK = re.compile("[0-9a-f]{64}")
 _MAX_MARK = 4096  # bytes
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _WORDS = {
     errno.ENOSPC: "its disk is full",
     errno.EDQUOT: "its disk is full",
@@ -161,7 +162,8 @@ class MountedFolder:
             yield
         except OSError as err:
             why = _WORDS.get(err.errno or 0, err.strerror or str(err))
-            raise RemoteError(f"{self.what} {self.root} cannot be used: {why}") from err
+            refused = err.errno in _REFUSED
+            raise RemoteError(f"{self.what} {self.root} cannot be used: {why}", refused=refused) from err
 
 
 class FolderPacks:

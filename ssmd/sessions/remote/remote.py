@@ -19,10 +19,13 @@ class RemoteError(StoreError):
 
     reason = "unreachable"
 
-    def __init__(self, message: str, *, lasting: bool = False) -> None:
-        """lasting: a user has to mend it, such as a folder that holds no remote."""
+    def __init__(self, message: str, *, lasting: bool = False, refused: bool = False) -> None:
+        """lasting: a user has to mend it, such as a folder that holds no remote.
+
+        refused: it can be read, but takes nothing: it is read-only or full.
+        """
         super().__init__(message)
-        self.lasting = lasting
+        self.lasting, self.refused = lasting, refused
 
 
 class InvalidTurn(StoreError):

@@ -11,12 +11,14 @@ from pathlib import Path
 import commands
 import pytest
 from conftest import TinyArtifacts
-from keeping import Chat, new_store
+from keeping import BUILD, LINEAGE, PRODUCER, SPECS, VOCABULARY, Chat, new_store, user
 from remotes import DatabasePlace
-from sessions.remote.test_roaming import Machine
+from sessions.remote.test_roaming import Machine, until
 
+from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.remote import link as link_module
-from ssmd.sessions.remote.link import Link
+from ssmd.sessions.remote.ends import RemoteReader
+from ssmd.sessions.remote.link import Link, send
 from ssmd.sessions.store import Store
 
 
@@ -41,8 +43,8 @@ def linked(store: Store, database: DatabasePlace) -> Iterator[Callable[[], Link]
         one.close()
 
 
-def say(store: Store, turn: str, parent: str | None = None) -> None:
-    Chat(store, "ses_1").say(turn, parent, f"Question {turn}.", "An answer.")
+def say(store: Store, turn: str, session: str = "ses_1") -> None:
+    Chat(store, session).say(turn, None, f"Question {turn}.", "An answer.")
 
 
 def test_an_answer_waits_until_the_remote_has_its_turn(
@@ -68,7 +70,7 @@ def test_an_answer_waits_until_the_remote_has_its_turn(
 def test_an_answer_does_not_wait_for_long(
     store: Store, linked: Callable[[], Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its thread sends a large state meanwhile; here the thread was never started."""
+    """As its server hangs, or its thread sends a large state; here the thread begins later."""
     monkeypatch.setattr(link_module, "ACK_S", 0.2)
     link, ends = linked(), list[float]()
     say(store, "t1")
@@ -82,6 +84,17 @@ def test_an_answer_does_not_wait_for_long(
     assert ended.wait(30)
     assert ends[0] >= 0.2
     assert link.state(["t1"]) == "waiting"
+    say(store, "t2", "ses_2")
+    at_once, waited = threading.Event(), threading.Event()
+    link.when_sent(["t2"], at_once.set)  # else each answer would be late, as long as the server hangs
+    assert at_once.is_set()
+    monkeypatch.setattr(link_module, "ACK_S", 30.0)
+    link.start()
+    until(lambda: link.state(["t2"]) == "sent")
+    say(store, "t3", "ses_3")  # the next answers wait again
+    link.when_sent(["t3"], waited.set)
+    assert waited.wait(30)
+    assert link.state(["t3"]) == "sent"
 
 
 def test_a_failure_lets_answers_go(store: Store, linked: Callable[[], Link], database: DatabasePlace) -> None:
@@ -95,6 +108,33 @@ def test_a_failure_lets_answers_go(store: Store, linked: Callable[[], Link], dat
     at_once = threading.Event()
     link.when_sent(["t1"], at_once.set)  # for the next 30 s no answer waits
     assert at_once.is_set()
+
+
+def test_a_read_only_database_is_still_asked(
+    store: Store, linked: Callable[[], Link], database: DatabasePlace, tmp_path: Path
+) -> None:
+    """Here a turn waits, so that the thread fails each time. No answer waits for it."""
+    other, spec, link = new_store(tmp_path / "other"), SPECS["hybrid"], linked()
+    other.shares = lambda: None
+    Chat(other, "ses_2", spec).say("o1", None, "Tell me of a river.", "It flows.")
+    remote = database.open()
+    send(other, remote)
+    remote.close()
+    database.server.admin(f"ALTER DATABASE {database.database} SET default_transaction_read_only = on")
+    database.server.cut_off(database.database)
+    try:
+        say(store, "t1")
+        link.start()
+        until(lambda: link.problem == "unreachable")
+        reader = RemoteReader(Maker(Scope(spec.digest(), LINEAGE, BUILD), PRODUCER, spec), VOCABULARY)
+        said = [m for t in other.turns("ses_2") for m in t.conversation] + [user("And then?")]
+        link.bring(said, store.domain, None, reader)
+        assert [t.id for t in store.turns("ses_2")] == ["o1"]
+        at_once = threading.Event()
+        link.when_sent(["t1"], at_once.set)
+        assert at_once.is_set()
+    finally:
+        database.server.admin(f"ALTER DATABASE {database.database} RESET default_transaction_read_only")
 
 
 @pytest.mark.parametrize("remote", [(), ("--remote", "/mnt/nas/ssmd")], ids=["none", "folder"])
@@ -115,6 +155,11 @@ def test_a_daemon_says_what_the_database_has(
         own = machine.say(said, "Tell me of a river.")
         assert (own["stored"], own["remote"]) == (True, "sent")
         assert len(database.rows()) == 1
+        asked = {"model": machine.daemon.get("/v1/models")[1]["data"][0]["id"], "input": "And a lake?"}
+        made = machine.daemon.post("/v1/responses", asked | {"max_output_tokens": 4})
+        assert made["usage"]["ssmd"]["remote"] == "sent"
+        read = machine.daemon.get(f"/v1/responses/{made['id']}")[1]
+        assert "remote" not in read["usage"]["ssmd"]  # what is stored with the turn is older than that
         database.go_away()
         own = machine.say(said, "And then?")
         assert (own["stored"], own["remote"]) == (True, "waiting")

@@ -27,6 +27,9 @@ SECRET = "do-not-show"
         ("postgresql://db.example:port/ssmd", "port is not a number"),
         ("postgresql://db.example/ssmd?options=-csearch_path%3Dother", "'options' is not known"),
         ("postgresql://db.example/ssmd?packs=here", "name a folder from the root on"),
+        ("postgresql://db.example/ssmd?packs=/mnt/a#b", "has a `#`"),
+        ("postgresql://db.example/ssmd?connect_timeout=soon", "`connect_timeout` is 'soon', which is not a number"),
+        ("postgresql://db.example/ssmd?port=", "`port` is '', which is not a number"),
     ],
 )
 def test_a_bad_address_is_refused(url: str, said: str) -> None:
@@ -36,7 +39,15 @@ def test_a_bad_address_is_refused(url: str, said: str) -> None:
     assert failed.value.lasting
 
 
-@pytest.mark.parametrize("url", [f"postgresql://ann:{SECRET}@db.example/ssmd", "mysql://db.example/ssmd"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"postgresql://ann:{SECRET}@db.example/ssmd",
+        f"postgresql:/ann:{SECRET}@db.example/ssmd",
+        f"host=db.example user=ann password={SECRET}",
+        "mysql://db.example/ssmd",
+    ],
+)
 def test_a_setting_that_is_refused_is_not_shown(url: str) -> None:
     with pytest.raises(SettingsError, match=r"--remote: ") as failed:
         Settings(remote=url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from cluster import Cluster
 from modules import MODULES
 from remotes import DatabasePlace, turn
 
-from ssmd.sessions.domain import EVERYBODY
+from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.remote import packs as packs_module
 from ssmd.sessions.remote.postgres import leases, schema
 from ssmd.sessions.remote.postgres import server as server_module
@@ -82,6 +83,33 @@ def test_a_server_that_hangs_is_given_up(
             os.kill(pid, signal.SIGCONT)
 
 
+def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection, as PgBouncer does before a server that is away. Else no daemon would start."""
+    monkeypatch.setattr(server_module, "ANSWER_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def welcome() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I")  # it is let in, and the server is ready
+                while connection.recv(1 << 16):
+                    pass
+
+        threading.Thread(target=welcome, daemon=True).start()
+        url, failed = f"postgresql://ssmd@127.0.0.1:{listening.getsockname()[1]}/ssmd?sslmode=disable", []
+
+        def opened() -> None:
+            with pytest.raises(RemoteError, match="cannot be used") as found:
+                PostgresRemote.open(url, create=True)
+            failed.append(found.value.lasting)
+
+        thread = threading.Thread(target=opened, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert failed == [False]
+
+
 @pytest.mark.parametrize(
     ("state", "said"), [("disk_full", "its disk is full"), ("too_many_connections", "no room for another connection")]
 )
@@ -131,6 +159,17 @@ def test_an_older_server_is_refused(database: DatabasePlace, monkeypatch: pytest
     monkeypatch.setattr(schema, "OLDEST", 99)
     with pytest.raises(RemoteError, match="it has to be 99 or newer"):
         PostgresRemote.open(database.setting, create=True)
+
+
+def test_a_database_of_no_encoding_is_used(server: Cluster) -> None:
+    """Servers that were set up without a locale have such ones."""
+    remote = PostgresRemote.open(server.url(server.encoded("SQL_ASCII")), create=True)
+    remote.publish([turn("t1", owner="ann")])
+    assert remote.known([turn("t1").chain], Domain("ann", ("ann",))) == [FIRST]
+    assert (remote.turns("ses_1"), remote.fetch(FIRST)) == (["t1"], turn("t1").body)
+    remote.bury("ses_1", None)
+    assert remote.buried() == {"ses_1"}
+    remote.close()
 
 
 def test_names_that_are_no_ids_are_passed_over(remote: PostgresRemote, database: DatabasePlace) -> None:
@@ -239,6 +278,31 @@ def test_a_sweep_takes_what_no_row_names(
     monkeypatch.setattr(packs_module, "SWEPT_S", -60)
     assert remote.sweep(dry_run=True) == remote.sweep() == (1, 14)
     assert (remote.packs.there(kept), remote.packs.there(left)) == (True, False)
+    database.sql("INSERT INTO ssmd.tombstone VALUES ('ses_1')")  # the machine was killed before it saw that
+    assert remote.sweep(dry_run=True) == remote.sweep() == (1, 4)
+    assert not database.rows()
+
+
+def test_a_removal_is_on_disk_whatever_the_role_says(
+    remote: PostgresRemote, database: DatabasePlace, server: Cluster
+) -> None:
+    """Else a crash of the server could bring the rows of a removed session back."""
+    database.sql(
+        "CREATE FUNCTION ssmd.look() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF current_setting("
+        "'synchronous_commit') = 'off' THEN RAISE EXCEPTION 'it is not sure'; END IF; RETURN NULL; END $$"
+    )
+    for table in ("turn", "tombstone"):
+        database.sql(f"CREATE TRIGGER look AFTER INSERT OR DELETE ON ssmd.{table} EXECUTE FUNCTION ssmd.look()")
+    server.admin(f"ALTER DATABASE {database.database} SET synchronous_commit = off")
+    server.cut_off(database.database)
+    try:
+        remote.publish([turn("t1"), turn("t2", "ses_2")])
+        remote.bury("ses_1", None)
+    finally:
+        server.admin(f"ALTER DATABASE {database.database} RESET synchronous_commit")
+    database.sql("INSERT INTO ssmd.tombstone VALUES ('ses_2')")
+    remote.publish([turn("t2", "ses_2")])  # as after a kill between the turn and the look for its tombstone
+    assert not database.rows()
 
 
 def test_without_a_database_psycopg_is_not_imported() -> None:

@@ -23,6 +23,8 @@ from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Turn, conversation
 
 Messages = list[dict[str, str]]
+# A busy computer takes longer than a request waits for a remote that is well.
+PATIENT = "from ssmd.sessions.remote import link; link.ASK_S = link.FETCH_S = link.LEAST_S = 30.0"
 
 
 class Machine:
@@ -32,6 +34,7 @@ class Machine:
         self.data = at
         lay_store(at)
         self.daemon = DaemonProcess(artifact, at, "--remote", str(remote))
+        self.daemon.before = PATIENT
 
     def say(self, said: Messages, text: str, **fields: Any) -> dict[str, Any]:
         """Go on with a conversation, whose messages then end with the answer. Returns ssmd's usage."""

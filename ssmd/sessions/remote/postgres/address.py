@@ -56,6 +56,8 @@ def read_address(url: str) -> Address:
             "it has a password, which other users could read in the list of processes: set PGPASSWORD, or name a file "
             "of mode 0600 with `?passfile=FILE`, as ~/.pgpass is"
         )
+    if parts.fragment:
+        raise _wrong("it has a `#`: write it as %23")
     found, packs = dict[str, str](), None
     for name, value in given:
         if name == "packs":
@@ -71,6 +73,9 @@ def read_address(url: str) -> Address:
     except ValueError as err:
         raise _wrong("its port is not a number") from err
     found = {name: unquote(str(value)) for name, value in named.items() if value} | found
+    for name in ("port", "connect_timeout"):
+        if not found.get(name, "0").replace(",", "").isdecimal():  # a port for each host
+            raise _wrong(f"`{name}` is {found[name][:40]!r}, which is not a number")
     if not found.get("dbname"):
         raise _wrong("it names no database: postgresql://user@host/database")
     at = found.get("host", "")
@@ -90,6 +95,7 @@ def with_tls(parameters: dict[str, str], defaults: dict[str, str]) -> dict[str, 
     asked = defaults | parameters
     hosts = [one for name in ("host", "hostaddr") for one in asked.get(name, "").split(",") if one]
     done: dict[str, Any] = {"connect_timeout": CONNECT_S, "application_name": "ssmd", "tcp_user_timeout": "10000"}
+    done["client_encoding"] = "utf8"  # else that of the database, and of one in SQL_ASCII text comes as bytes
     done |= parameters
     if all(_is_here(host) for host in hosts):
         return done

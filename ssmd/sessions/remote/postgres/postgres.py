@@ -82,8 +82,14 @@ _DROP_TURNS = text("""
 _DROP_ENDS = text("""
     DELETE FROM ssmd.ending AS u WHERE session = ANY(CAST(:sessions AS text[]))
     AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) RETURNING pack""")
+_ANY_BURIED = text("SELECT EXISTS (SELECT FROM ssmd.tombstone WHERE name = ANY(CAST(:names AS text[])))")
+_LEFT = text("""
+    SELECT DISTINCT session FROM ssmd.ending AS u
+    WHERE EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
 _BURIED = text("SELECT name FROM ssmd.tombstone LIMIT 1000000")
-_PACKS = text("SELECT pack FROM ssmd.ending")
+_PACKS = text("""
+    SELECT pack FROM ssmd.ending AS u
+    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
 _NAME = text("SELECT CAST(name AS text) AS name, packs FROM ssmd.remote")
 _HAS_PACKS = text("UPDATE ssmd.remote SET packs = true WHERE NOT packs")
 
@@ -145,7 +151,7 @@ class PostgresRemote:
                 for one in ordered
             ]
             self._server.write(lambda connection: connection.execute(_PUBLISH, rows))
-            self._drop_buried({one.place.session for one in turns})  # meanwhile, by a machine that did not see these
+            self._drop_if_buried([one.place for one in turns])  # meanwhile, by a machine that did not see these
 
     def bury(self, session: str, turn: str | None) -> None:
         """Remove a turn, or with None a whole session, for good."""
@@ -178,7 +184,7 @@ class PostgresRemote:
             return unnamed - {pack} if kept else unnamed | {pack}
 
         self._remove_packs(self._server.write(publish))
-        self._drop_buried({place.session})
+        self._drop_if_buried([place])
 
     def sweep(self, *, dry_run: bool = False) -> tuple[int, int]:
         """Remove packs that no row names and that are a day old. Returns how many, and their bytes.
@@ -200,7 +206,10 @@ class PostgresRemote:
             return self._server.write(read)
 
         try:
-            return self.packs.sweep(named, dry_run=dry_run)
+            done = self.packs.sweep(named, dry_run=dry_run)
+            if not dry_run:  # rows of removed sessions: their machine was killed before it saw the tombstone
+                self._drop_buried(self._names(_LEFT, {}))
+            return done
         finally:
             leases.release(self._server, lease)
 
@@ -223,6 +232,11 @@ class PostgresRemote:
         found = self._server.read(lambda connection: list(connection.scalars(query, values)))
         return [name for name in found if _is_id(name)]
 
+    def _drop_if_buried(self, places: Sequence[TurnPlace]) -> None:
+        names = sorted({name for place in places for name in (place.session, place.turn)})
+        if self._server.read(lambda connection: connection.scalar(_ANY_BURIED, {"names": names})):
+            self._drop_buried({place.session for place in places})
+
     def _drop_buried(self, sessions: Collection[str]) -> None:
         """Remove the rows of sessions that tombstones name, and then their packs."""
         values = {"sessions": sorted(sessions)}
@@ -231,7 +245,7 @@ class PostgresRemote:
             connection.execute(_DROP_TURNS, values)
             return set(connection.scalars(_DROP_ENDS, values))
 
-        self._remove_packs(self._server.read(drop))
+        self._remove_packs(self._server.write(drop))
 
     def _remove_packs(self, packs: Collection[str]) -> None:
         if self.packs is not None:

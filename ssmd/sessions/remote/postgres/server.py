@@ -10,8 +10,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
@@ -34,6 +34,7 @@ _WORDS = {  # by SQLSTATE, or its class
     "57": "it was stopped",
     "42501": "this role may not do that there",
 }
+_REFUSED = ("53100", "25006")  # SQLSTATE: it is full, it is read-only
 _LASTING = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "does not exist", "certificate")
 # Commits are on disk before they are reported, whatever the role's defaults are.
 _SURELY = text(
@@ -58,8 +59,12 @@ class Server:
         self.name = address.name
         parameters = with_tls(address.parameters, defaults)
 
+        self._mine = threading.local()
+
         def connect() -> Any:
-            return psycopg.connect(**parameters, prepare_threshold=None)
+            made = psycopg.connect(**parameters, prepare_threshold=None)
+            self._mine.deadline.watch(made)
+            return made
 
         self._engine: Engine = create_engine(
             "postgresql+psycopg://",
@@ -100,14 +105,22 @@ class Server:
         return self._again(whole)
 
     def _once(self, engine: Engine, work: Callable[[Connection], _T]) -> _T:
-        with engine.connect() as connection, _given_up(connection, ANSWER_S):
-            try:
-                done = work(connection)
-                connection.commit()
-                return done
-            finally:
-                if self._closed:
-                    connection.invalidate()
+        with _Deadline(ANSWER_S) as deadline:
+            self._mine.deadline = deadline  # a new connection is watched from its first question on
+            with engine.connect() as connection:
+                deadline.watch(connection.connection.driver_connection)
+                try:
+                    done = work(connection)
+                    connection.commit()
+                    return done
+                except BaseException:
+                    with contextlib.suppress(SQLAlchemyError):
+                        connection.rollback()
+                    raise
+                finally:
+                    if self._closed:
+                        connection.invalidate()
+                    deadline.watch(None)  # it is another thread's from here on
 
     def _again(self, work: Callable[[], _T]) -> _T:
         """Do a piece of work again if another machine was in its way, and once if a kept connection had ended."""
@@ -130,22 +143,41 @@ class Server:
         said = " ".join(said.split())[:300]
         why = _WORDS.get(state or "") or _WORDS.get((state or "")[:2])
         lasting = state is None and any(one in said for one in _LASTING)
-        return RemoteError(f"the remote {self.name} cannot be used: {why or said}", lasting=lasting)
+        return RemoteError(
+            f"the remote {self.name} cannot be used: {why or said}", lasting=lasting, refused=state in _REFUSED
+        )
 
 
-@contextlib.contextmanager
-def _given_up(connection: Connection, seconds: float) -> Iterator[None]:
-    """End a connection if the work on it takes longer: psycopg waits for an answer for ever."""
-    raw: Any = connection.connection.driver_connection
+class _Deadline:
+    """Ends the connection that is watched if the time is over: psycopg waits for an answer for ever. Thread-safe."""
 
-    def cut() -> None:
-        with contextlib.suppress(Exception), socket.fromfd(raw.fileno(), socket.AF_INET, socket.SOCK_STREAM) as one:
-            one.shutdown(socket.SHUT_RDWR)
+    def __init__(self, seconds: float) -> None:
+        self._raw: Any = None
+        self._over = False
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
 
-    timer = threading.Timer(seconds, cut)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def watch(self, raw: Any) -> None:
+        """Watch a connection of psycopg from now on, in place of the one before; None watches none."""
+        with self._lock:
+            self._raw = raw
+            if self._over:
+                self._cut()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._over = True
+            self._cut()
+
+    def _cut(self) -> None:
+        if (raw := self._raw) is not None:
+            with contextlib.suppress(Exception), socket.fromfd(raw.fileno(), socket.AF_INET, socket.SOCK_STREAM) as one:
+                one.shutdown(socket.SHUT_RDWR)
