@@ -49,7 +49,8 @@ _READY = _READY.order_by(_s.last_used_at, _s.id).limit(bindparam("most"))
 _ROW: Any = literal_column("session.rowid")
 _OWN: Any = select(literal_column("own.rowid")).select_from(session_table.alias("own"))
 _OWN = _OWN.where(literal_column("own.owner") == bindparam("owner"))
-_OWN_READY = _READY.where(_ROW.in_(_OWN))
+_OLDEST = select(func.min(_s.last_used_at)).where(_s.owner == bindparam("owner")).correlate(None).scalar_subquery()
+_OWN_READY = _READY.where(_ROW.in_(_OWN), _s.last_used_at >= _OLDEST)
 _AT_ONCE = 16  # sessions of an owner that one query finds
 
 NEWEST = 2  # turns at the end of every path that keep all their checkpoints
