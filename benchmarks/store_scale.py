@@ -1,6 +1,7 @@
 """A store with many sessions: how long it takes to list them, to match a long prompt, and to commit a turn.
 
     python benchmarks/store_scale.py [--sessions 10000] [--turns 20] [--forks 1000] [--lists MODEL | --plan MODEL]
+    python benchmarks/store_scale.py --owners 20 --turns 3
 
 Fills a store in a temporary folder: one session is committed turn by turn, the others are copies of its rows under ids,
 keys and hashes of their own; checkpoints are tiny, but as many rows as real ones. Medians, ms.
@@ -8,6 +9,8 @@ keys and hashes of their own; checkpoints are tiny, but as many rows as real one
 With --lists only pages, searches and looks are measured, then commands, and a daemon that serves MODEL, a folder.
 With --plan all sessions are of one agent, and begin with the same system prompt of BEGINNING tokens or a tenth of them.
 The planning of requests is measured with MODEL, a folder whose context must hold that: ms of processor time.
+With --owners only commits that make room are measured, of one owner and of so many, in ms of processor time and
+instructions of SQLite's machine. The owner that writes used its sessions last: the search passes all the others.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from daemon_process import SSMD, DaemonProcess, conditions
 from engine.test_engine import ask
 from engines import OwnEngine
 from keeping import HYBRID, Chat, answer, find, user
+from sqlalchemy import Connection, event
 
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
@@ -45,6 +49,7 @@ from ssmd.sessions.turn import conversation
 from ssmd.text.messages import Message
 
 REPEATS = 21
+TICK = 10  # instructions of SQLite's machine that are counted at once
 BEGINNING = 20_000  # tokens
 SPREAD = 400  # tokens by which the same turns of two sessions may lie apart
 
@@ -159,6 +164,41 @@ def measure(store: Store, forks: int) -> None:
     print(f"gc to one half: {done.checkpoints} checkpoints of {len(done.sessions)} sessions in {took:.1f} s")
     store.quota = store.bytes_stored()
     print(f"commit, at the quota, emptying {median_ms(commit):8.2f}")
+
+
+def measure_owners(store: Store, owners: int, sessions: int) -> None:
+    """Measure commits that empty a session, by one owner and by the last of several with equally many sessions."""
+    ticks = 0
+
+    def tick() -> int:
+        nonlocal ticks
+        ticks += 1
+        return 0
+
+    def count(connection: Connection) -> None:
+        raw: Any = connection.connection.dbapi_connection
+        raw.set_progress_handler(tick, TICK)
+
+    event.listen(store._engine, "begin", count)
+    print("| owners | CPU ms | instructions | the first, CPU ms |\n| --- | --- | --- | --- |")
+    for many in (1, owners):
+        with store.writing() as connection:
+            connection.exec_driver_sql("UPDATE session SET retained = 1")  # else the first commit thins out for all
+            last = connection.exec_driver_sql("SELECT max(id) FROM checkpoint").scalar_one()
+            for table, place in (("session", f"rowid * {many} / {sessions}"), ("checkpoint", f"id * {many} / {last}")):
+                connection.exec_driver_sql(f"UPDATE {table} SET owner = printf('key%03d', min({place}, {many - 1}))")
+            # Its very first session has nothing to give, so that the search for the next one passes all others.
+            connection.exec_driver_sql(f"UPDATE session SET owner = 'key{many - 1:03d}', retained = 2 WHERE id = 's'")
+        ms, counts = [], []
+        for i in range(REPEATS + 1):
+            store.quota = store.bytes_stored()
+            chat = Chat(store, f"{many}-{i}", HYBRID, owner=f"key{many - 1:03d}")
+            begun, ticks = time.process_time(), 0
+            chat.say(f"{many}-{i}", None, f"new {many} {i}", "yes")
+            ms.append((time.process_time() - begun) * 1e3)
+            counts.append(ticks * TICK)
+        usual = statistics.median(ms[1:]), statistics.median(counts[1:])
+        print(f"| {many} | {usual[0]:.1f} | {usual[1]:,.0f} | {ms[0]:.0f} |", flush=True)
 
 
 def measure_lists(store: Store) -> None:
@@ -323,6 +363,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lists", type=Path, metavar="MODEL")
     parser.add_argument("--plan", type=Path, metavar="MODEL")
+    parser.add_argument("--owners", type=int)
     parser.add_argument("--sessions", type=int, default=10_000)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--forks", type=int, default=1000)
@@ -342,6 +383,10 @@ def main() -> None:
         took, size = time.perf_counter() - started, store.file.stat().st_size
         print(f"{asked.sessions} sessions of {asked.turns} turns, {size / 1e6:.0f} MB, filled in {took:.0f} s")
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; medians of {REPEATS}, ms")
+        if asked.owners is not None:
+            measure_owners(store, asked.owners, asked.sessions)
+            store.close()
+            return
         if asked.lists is None:
             measure(store, asked.forks)
             store.close()

@@ -359,7 +359,8 @@ def collect(
 ) -> None:
     """Remove states until those left fit the quota, and give the space back to the disk. No text is removed.
 
-    Old states are removed first, then those of the sessions used least recently; pinned sessions keep theirs.
+    Old states are removed first, then those of the sessions used least recently; pinned sessions keep theirs. Of
+    several API keys, one above its equal share of the quota gives first.
     """
     from ssmd.config import Settings
     from ssmd.machine.progress import show_progress

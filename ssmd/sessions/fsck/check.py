@@ -16,7 +16,7 @@ from ssmd.sessions.checkpoint import STORED_KINDS, Digested, digest
 from ssmd.sessions.fsck.findings import Findings, is_count, is_text, is_time, raw_rows
 from ssmd.sessions.fsck.transcript import examine_transcripts
 from ssmd.sessions.rows.blobs import MAX_BLOB_BYTES, dtype_of, is_genuine, recurrent_values
-from ssmd.sessions.rows.holding import stored_bytes, turn_bytes
+from ssmd.sessions.rows.holding import miscounted_owners, stored_bytes, turn_bytes
 from ssmd.sessions.rows.schema import metadata
 from ssmd.sessions.rows.turns import as_they_are
 
@@ -177,3 +177,6 @@ def _total(connection: Connection, found: Findings) -> None:
     really, said = connection.execute(text(sizes)).scalar_one(), stored_bytes(connection)
     if really != said and not found.damages:
         found.add("the total", f"{said} bytes are counted, {really} are stored", "it is counted again")
+    owners = miscounted_owners(connection)
+    if owners and not found.damages:
+        found.add("the total", f"the bytes of {owners} owners are counted wrong", "they are counted again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +41,10 @@ _BATCH = 500  # keys in one statement
 
 # Built once: putting a statement together takes longer than running it.
 _c = checkpoint.c
-_HEIRS = select(_c.id, _c.parent).where(_c.parent.in_(bindparam("gone", expanding=True))).order_by(_c.id)
-_GONE = select(_c.id, cast(_c.parent, Integer).label("parent"), cast(_c.rows_nbytes, Integer).label("rows_nbytes"))
+_ITS = cast(_c.owner, LargeBinary).label("owner")
+_HEIRS = select(_c.id, _c.parent, _ITS).where(_c.parent.in_(bindparam("gone", expanding=True))).order_by(_c.id)
+_SIZES = (cast(n, Integer).label(n.name) for n in (_c.parent, _c.recurrent_nbytes, _c.rows_nbytes))
+_GONE = select(_c.id, _ITS, *_SIZES)
 _GONE = _GONE.where(_c.id.in_(bindparam("gone", expanding=True)))
 _INHERIT = update(checkpoint).where(_c.id == bindparam("heir"))
 _INHERIT = _INHERIT.values(parent=bindparam("above"), rows_nbytes=_c.rows_nbytes + bindparam("more"))
@@ -285,7 +288,10 @@ def insert_checkpoints(
             connection.execute(_NEW_LISTED, shared)
         _link(connection, links, new_id)
         placed.append(CheckpointResult(new_id, nbytes=enc.nbytes))
-    add_stored_bytes(connection, sum(p.nbytes for p in placed))
+    owners = Counter[bytes]()
+    for enc, one in zip(new, placed, strict=True):
+        owners[enc.owner.encode()] += one.nbytes
+    add_stored_bytes(connection, owners.total(), owners)
     return placed
 
 
@@ -419,7 +425,7 @@ def sweep(connection: Connection, candidates: Collection[int]) -> None:
         loose = list(connection.scalars(rows))
         recurrent = select(func.coalesce(func.sum(checkpoint.c.recurrent_nbytes), 0))
         freed = connection.scalars(recurrent.where(checkpoint.c.id.in_(doomed))).one()
-        bequeath(connection, doomed)
+        owners = bequeath(connection, doomed)
         connection.execute(delete(checkpoint).where(checkpoint.c.id.in_(doomed)))
         for start in range(0, len(loose), _BATCH):
             part = loose[start : start + _BATCH]
@@ -427,17 +433,20 @@ def sweep(connection: Connection, candidates: Collection[int]) -> None:
             unused = (segment.c.id.in_(part), segment.c.id.not_in(used))
             freed += connection.scalars(select(func.coalesce(func.sum(segment.c.nbytes), 0)).where(*unused)).one()
             connection.execute(delete(segment).where(*unused))
-        add_stored_bytes(connection, -freed)
+        add_stored_bytes(connection, -freed, owners)
 
 
-def bequeath(connection: Connection, gone: Collection[int]) -> None:
+def bequeath(connection: Connection, gone: Collection[int]) -> Counter[bytes]:
     """Let the checkpoints that grew from those that are removed grow from what is above, and count the rows below.
 
-    The rows that stay are counted with the first one.
+    The rows that stay are counted with the first one. Returns what each owner's states grow by, mostly below 0, by the
+    UTF-8 of its name.
     """
     rows = {row.id: row for row in connection.execute(_GONE, {"gone": list(gone)})}
     heirs = [row for row in connection.execute(_HEIRS, {"gone": list(gone)}) if row.id not in rows]
-    changes, taken = [], set[int]()
+    changes, taken, owners = [], set[int](), Counter[bytes]()
+    for row in rows.values():
+        owners[row.owner] -= (row.recurrent_nbytes or 0) + (row.rows_nbytes or 0)
     for heir in heirs:
         parent, more, last = heir.parent, 0, heir.id
         while parent in rows and parent < last:  # a parent was written before
@@ -445,8 +454,10 @@ def bequeath(connection: Connection, gone: Collection[int]) -> None:
             taken.add(parent)
             parent, last = rows[parent].parent, parent
         changes.append({"heir": heir.id, "above": parent, "more": more})
+        owners[heir.owner] += more
     if changes:
         connection.execute(_INHERIT, changes)
+    return owners
 
 
 def rows_of_one(connection: Connection, checkpoint_id: int) -> list[tuple[int, int]]:

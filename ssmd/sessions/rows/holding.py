@@ -1,7 +1,8 @@
 """The checkpoints that a session holds, and every size that is kept: of the whole store, and of each session.
 
 No other module writes a size. A transaction reports here what it wrote, linked or removed. The store's two totals are
-always right. A session's sizes are, or are unknown (NULL) until they are needed or the store is idle.
+always right. A session's sizes are, or are unknown (NULL) until they are needed or the store is idle. An owner's bytes
+are counted when room is first made beside another owner's; from then on they are right too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Integer, bindparam, cast, delete, exists, func, insert, literal, select, update
+import xxhash
+from sqlalchemy import (
+    Connection,
+    Integer,
+    LargeBinary,
+    bindparam,
+    cast,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 
 from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, total, turn, turn_checkpoint
@@ -20,6 +36,7 @@ from ssmd.sessions.rows.turns import is_unicode
 _BATCH = 500  # values in one statement
 _COUNT_AT_ONCE = 4  # turns up to which a session is counted within its commit
 _CHECKPOINTS, _TURNS_TOTAL = "checkpoints", "turns"
+_OWNER = "@"  # begins the names of the totals by owner
 Value = TypeVar("Value", int, str)
 
 
@@ -109,7 +126,26 @@ _BASES = select(_s.base).join(turn, _t.id == _s.base).where(_t.session == _SESSI
 _OWN_ROOTS = select(_t.id).where(_t.session == _SESSION, _t.parent.is_(None))
 _ROOTS = _OWN_ROOTS.union(select(_s.root).where(_s.id == _SESSION, _s.root.is_not(None)))
 _TOTAL = select(cast(total.c.nbytes, Integer)).where(total.c.name == bindparam("name"))
-_ADDED = update(total).where(total.c.name == bindparam("of")).values(nbytes=total.c.nbytes + bindparam("more"))
+_ADDED = update(total).where(or_(total.c.name == bindparam("of"), total.c.name == bindparam("and_of")))
+_ADDED = _ADDED.values(nbytes=total.c.nbytes + bindparam("more"))
+# An altered owner may be no text: it is read as bytes.
+_ENDS = select(*(cast(select(f(session_table.c.owner)).scalar_subquery(), LargeBinary) for f in (func.min, func.max)))
+_PER_OWNER = select(total.c.name, cast(total.c.nbytes, Integer)).where(total.c.name.between(_OWNER, _OWNER + "~"))
+_BY_OWNER = select(
+    cast(_c.owner, LargeBinary).label("owner"),
+    func.sum(cast(_c.recurrent_nbytes, Integer) + cast(_c.rows_nbytes, Integer)).label("nbytes"),
+).group_by(_c.owner)
+
+
+def _owners() -> Any:
+    """Build the query for the owners of sessions. It steps from each one to the next in the index."""
+    first = select(func.min(session_table.c.owner).label("owner")).cte("owners", recursive=True)
+    further = select(func.min(session_table.c.owner)).where(session_table.c.owner > first.c.owner).scalar_subquery()
+    walk = first.union_all(select(further).where(first.c.owner.is_not(None)))
+    return select(cast(walk.c.owner, LargeBinary)).where(walk.c.owner.is_not(None))
+
+
+_OWNERS = _owners()
 _SIZED = update(session_table).where(_s.id == _SESSION)
 _SIZED = _SIZED.values(own_nbytes=bindparam("own"), shared_nbytes=bindparam("shared"))
 _GROWN = (
@@ -215,9 +251,17 @@ def _total(connection: Connection, name: str) -> int:
     return int(connection.execute(_TOTAL, {"name": name}).scalar() or 0)
 
 
-def add_stored_bytes(connection: Connection, nbytes: int) -> None:
-    """Change the total of stored bytes, in the transaction that writes or deletes pieces or segments."""
+def add_stored_bytes(connection: Connection, nbytes: int, owners: Mapping[bytes, int]) -> None:
+    """Change the total of stored bytes, in the transaction that writes or deletes pieces or segments.
+
+    owners: what each owner's states grew by, by the UTF-8 of its name.
+    """
+    if list(owners.values()) == [nbytes]:
+        _add(connection, _CHECKPOINTS, nbytes, _of(*owners))
+        return
     _add(connection, _CHECKPOINTS, nbytes)
+    for owner, part in owners.items():
+        _add(connection, _of(owner), part)
 
 
 def add_turn_bytes(connection: Connection, nbytes: int) -> None:
@@ -230,9 +274,41 @@ def nbytes_of_turns(connection: Connection, which: Any) -> int:
     return int(connection.execute(select(func.coalesce(func.sum(_t.nbytes), 0)).where(which)).scalar_one())
 
 
-def _add(connection: Connection, name: str, nbytes: int) -> None:
+def _add(connection: Connection, name: str, nbytes: int, and_name: str | None = None) -> None:
+    """Change a total, or two of them. One that is not kept stays so."""
     if nbytes:
-        connection.execute(_ADDED, {"of": name, "more": nbytes})
+        connection.execute(_ADDED, {"of": name, "and_of": and_name or name, "more": nbytes})
+
+
+def _of(owner: bytes) -> str:
+    """Return the name of an owner's total, which has 16 characters."""
+    return _OWNER + xxhash.xxh3_64_hexdigest(owner)[1:]
+
+
+def bytes_by_owner(connection: Connection) -> dict[str, int]:
+    """Return the bytes of the states of each owner that has sessions. Empty if there is only one such owner.
+
+    The first call beside a new owner reads all checkpoints, and keeps the sums.
+    """
+    ends = connection.execute(_ENDS).one()
+    if ends[0] == ends[1]:
+        return {}
+    owners = {owner: _of(owner) for owner in connection.scalars(_OWNERS)}
+    kept: dict[str, int] = {name: nbytes for name, nbytes in connection.execute(_PER_OWNER)}
+    missing = owners.keys() - {owner for owner, name in owners.items() if name in kept}
+    if missing:
+        counted = {row.owner: row.nbytes for row in connection.execute(_BY_OWNER)}
+        new = [{"name": owners[owner], "nbytes": counted.get(owner, 0)} for owner in sorted(missing)]
+        connection.execute(insert(total), new)
+        kept |= {row["name"]: row["nbytes"] for row in new}
+    texts = {owner: owner.decode("utf-8", "surrogateescape") for owner in owners}
+    return {texts[owner]: kept[name] for owner, name in owners.items() if is_unicode(texts[owner])}
+
+
+def miscounted_owners(connection: Connection) -> int:
+    """Count the totals by owner that are not the sums of its checkpoints."""
+    counted = {_of(row.owner): row.nbytes for row in connection.execute(_BY_OWNER)}
+    return sum(counted.get(name, 0) != nbytes for name, nbytes in connection.execute(_PER_OWNER))
 
 
 def count_again(connection: Connection, sessions: Collection[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,22 +52,31 @@ def bound(
     which = (_SEALED_ONES if sealed else _LOOSE).subquery()
     if (connection.scalar(select(func.sum(which.c.recurrent_nbytes + which.c.rows_nbytes))) or 0) <= most:
         return 0
-    held, loose = Counter[str](), dict[str, deque[LooseCheckpoint]]()
-    for one in in_order(connection, sealed=sealed):
-        held[one.owner] += one.nbytes
-        loose.setdefault(one.owner, deque()).append(one)
-    nbytes, gone = held.total(), list[int]()
-    while nbytes > most - most // _AHEAD and loose:
-        owner = max(loose, key=lambda one: held[one])
-        one = loose[owner].popleft()
-        if not loose[owner]:
-            del loose[owner]
-        held[owner] -= one.nbytes
+    order = in_order(connection, sealed=sealed)
+    nbytes, gone = sum(one.nbytes for one in order), list[int]()
+    for one in largest_first(order):
+        if nbytes <= most - most // _AHEAD:
+            break
         if one.id not in keep:
             nbytes -= one.nbytes
             gone.append(one.id)
     sweep(connection, gone)
     return len(gone)
+
+
+def largest_first(order: Sequence[LooseCheckpoint]) -> Iterator[LooseCheckpoint]:
+    """Yield each owner's checkpoints in their order; the next one is always of the owner that has most bytes left."""
+    held, loose = Counter[str](), dict[str, deque[LooseCheckpoint]]()
+    for one in order:
+        held[one.owner] += one.nbytes
+        loose.setdefault(one.owner, deque()).append(one)
+    while loose:
+        owner = max(loose, key=lambda one: held[one])
+        one = loose[owner].popleft()
+        if not loose[owner]:
+            del loose[owner]
+        held[owner] -= one.nbytes
+        yield one
 
 
 @dataclass(frozen=True)

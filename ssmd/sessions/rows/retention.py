@@ -4,14 +4,19 @@ First those go that belong to no session, of requests with "store": false. Then 
 session, the least recently used one first. If that is not enough, sessions are emptied of the rest in the same order.
 Of an age, states go first that no request came back to. Pinned sessions keep all. Turns stay; without a checkpoint they
 are read again.
+
+Several owners have equal shares of the quota. An owner above its share gives first, the one farthest above before the
+others, in that order of its own sessions. Sessions of all owners are taken only if no owner above its share can give.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, func, select, update
+from sqlalchemy import Connection, bindparam, delete, func, literal_column, select, update
 
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import loose, tree
@@ -22,6 +27,7 @@ from ssmd.sessions.rows.holding import (
     SessionHoldings,
     add_stored_bytes,
     batches,
+    bytes_by_owner,
     count_again,
     grow,
     read_holding,
@@ -37,6 +43,15 @@ _AHEAD, _MOST_AHEAD = 1 / 16, 32 << 20  # share of the quota, and bytes, that a 
 # Built once: putting a statement together takes longer than running it.
 _s = session_table.c
 _NUMBER_OF_TURNS = select(_s.turns).where(_s.id == bindparam("session"))
+_READY = select(_s.id).where(_s.pinned.is_(False), _s.retained == bindparam("level"))
+_READY = _READY.order_by(_s.last_used_at, _s.id).limit(bindparam("most"))
+# An index has the owners, another one the order: the rows of other owners' sessions are not read.
+_ROW: Any = literal_column("session.rowid")
+_OWN: Any = select(literal_column("own.rowid")).select_from(session_table.alias("own"))
+_OWN = _OWN.where(literal_column("own.owner") == bindparam("owner"))
+_OLDEST = select(func.min(_s.last_used_at)).where(_s.owner == bindparam("owner")).correlate(None).scalar_subquery()
+_OWN_READY = _READY.where(_ROW.in_(_OWN), _s.last_used_at >= _OLDEST)
+_AT_ONCE = 16  # sessions of an owner that one query finds
 
 NEWEST = 2  # turns at the end of every path that keep all their checkpoints
 
@@ -97,53 +112,150 @@ def collect(connection: Connection, quota: int | None, *, dry_run: bool) -> Coll
     """Remove one transaction's part of what exceeds the quota. dry_run: all of it, and then roll back."""
     before = stored_bytes(connection)
     over = 0 if quota is None else before - quota
-    if over <= 0:
+    if quota is None or over <= 0:
         return CollectionResult(quota, left=before)
     attempt = connection.begin_nested()
-    freed = make_room(connection, over if dry_run else min(over, PART_BYTES), dry_run=dry_run)
+    shares, freed = read_shares(connection, quota), FreedSpace()
+    while (needed := min(over - freed.nbytes, PART_BYTES)) > 0:
+        already = freed.nbytes
+        make_room(connection, needed, shares, dry_run=dry_run, freed=freed)
+        if not dry_run or freed.nbytes == already:
+            break
     attempt.rollback() if dry_run else attempt.commit()
     return CollectionResult(quota, freed.nbytes, len(freed.checkpoints), freed.sessions, before - freed.nbytes)
 
 
+@dataclass
+class Shares:
+    """The bytes that each owner's states take, and the share of the quota of each. No owners: there is only one."""
+
+    owners: Counter[str] = field(default_factory=Counter)
+    each: int = 0  # bytes
+
+    def above(self) -> dict[str, int]:
+        """Return the bytes by which owners exceed their share."""
+        return {owner: nbytes - self.each for owner, nbytes in self.owners.items() if nbytes > self.each}
+
+
+def read_shares(connection: Connection, quota: int, coming: Mapping[str, int] | None = None) -> Shares:
+    """Share a quota between the owners that have states. coming: bytes by owner that are about to be written."""
+    owners = Counter(bytes_by_owner(connection))
+    if owners:
+        owners.update(coming or {})
+    return Shares(owners, quota // max(1, sum(nbytes > 0 for nbytes in owners.values())))
+
+
+def part_of_largest(above: Iterable[int], needed: int) -> int:
+    """Return how much the owner farthest above its share gives, if all give down to one level that frees `needed`."""
+    heights = [*sorted(above, reverse=True), 0]
+    for count, height in enumerate(heights[:-1], 1):
+        step = (height - heights[count]) * count
+        if step >= needed:
+            return heights[0] - height + -(-needed // count)
+        needed -= step
+    return heights[0]
+
+
 def make_room(
-    connection: Connection, needed: int, keep: Collection[int] = (), *, ahead: int = 0, dry_run: bool = False
+    connection: Connection,
+    needed: int,
+    shares: Shares,
+    keep: Collection[int] = (),
+    *,
+    ahead: int = 0,
+    dry_run: bool = False,
+    freed: FreedSpace | None = None,
 ) -> FreedSpace:
     """Remove checkpoints until `needed` bytes are free, or only pinned sessions and `keep` are left.
 
-    Time grows with what is removed, not with the store: sessions remember what was taken from them already.
+    Time grows with what is removed, not with the store: sessions remember what was taken from them already. With
+    several owners it grows with the entries of two indexes.
     ahead: bytes that are thinned out beyond that, because searching a session takes time that grows with its turns.
-    dry_run: only links are removed, and the caller rolls back.
+    dry_run: only links are removed, and the caller rolls back. freed: of the calls before, in one dry run.
     """
-    freed = FreedSpace()
-    _take_sealed(connection, needed, keep, freed)
-    s = session_table.c
-    for level in (EVERYTHING, THINNED):
-        ready = select(s.id).where(s.pinned.is_(False), s.retained == level).order_by(s.last_used_at, s.id)
-        passed: list[str] = []  # sessions that `keep` holds back
-        wanted = needed + ahead if level == EVERYTHING else needed
-        while freed.nbytes < wanted:
-            first = connection.scalars(ready.limit(len(passed) + 1))
-            session_id = next((one for one in first if one not in passed), None)
-            if session_id is None:
-                break
-            if not _take(connection, session_id, level, wanted - freed.nbytes, keep, freed):
-                passed.append(session_id)
+    freed = FreedSpace() if freed is None else freed
+    until = freed.nbytes + needed
+    _take_sealed(connection, until, shares, keep, freed)
+    if shares.owners:
+        _take_above_shares(connection, until, ahead, shares, keep, freed)
+        ahead = 0
+    _take_in_order(connection, EVERYTHING, until + ahead, keep, freed)
+    _take_in_order(connection, THINNED, until, keep, freed)
     if not dry_run:
         _remove(connection, freed)
     return freed
 
 
-def _take_sealed(connection: Connection, needed: int, keep: Collection[int], freed: FreedSpace) -> None:
-    """Take sealed checkpoints in the order in which they give way, until `needed` bytes are free."""
-    for one in loose.in_order(connection, sealed=True) if needed > 0 else ():
-        if freed.nbytes >= needed:
+def _take_sealed(connection: Connection, until: int, shares: Shares, keep: Collection[int], freed: FreedSpace) -> None:
+    """Take sealed checkpoints in the order in which they give way, until so many bytes are free.
+
+    The owner that has most of them gives first, as where they exceed their own share.
+    """
+    if freed.nbytes >= until:
+        return
+    gone = {*keep, *freed.checkpoints}
+    for one in loose.largest_first(loose.in_order(connection, sealed=True)):
+        if freed.nbytes >= until:
             return
-        if one.id not in keep:
+        if one.id not in gone:
             rows = checkpoint_rows.rows_of_one(connection, one.id)
             connection.execute(delete(checkpoint_segment).where(checkpoint_segment.c.checkpoint == one.id))
-            freed.nbytes += one.recurrent_nbytes + sum(size for _, size in rows)
+            nbytes = one.recurrent_nbytes + sum(size for _, size in rows)
+            if one.owner in shares.owners:
+                shares.owners[one.owner] -= nbytes
+            freed.nbytes += nbytes
             freed.checkpoints.append(one.id)
             freed.segments += [number for number, _ in rows]
+
+
+def _take_above_shares(
+    connection: Connection, until: int, ahead: int, shares: Shares, keep: Collection[int], freed: FreedSpace
+) -> None:
+    """Take checkpoints of owners above their share, until so many bytes are free or none of them can give more.
+
+    ahead: the owner that gives thins out so many bytes more of its own.
+    """
+    exhausted: set[str] = set()
+    while freed.nbytes < until:
+        above = {owner: nbytes for owner, nbytes in shares.above().items() if owner not in exhausted}
+        if not above:
+            return
+        owner = max(above, key=lambda one: (above[one], one))
+        already = freed.nbytes
+        gives = already + part_of_largest(above.values(), until - already)
+        _take_in_order(connection, EVERYTHING, gives + ahead, keep, freed, owner)
+        _take_in_order(connection, THINNED, gives, keep, freed, owner)
+        shares.owners[owner] -= freed.nbytes - already
+        if freed.nbytes < gives:
+            exhausted.add(owner)
+
+
+def _take_in_order(
+    connection: Connection,
+    level: int,
+    until: int,
+    keep: Collection[int],
+    freed: FreedSpace,
+    owner: str | None = None,
+) -> None:
+    """Take from sessions at a level, the least recently used first, until so many bytes are free. None: any owner's."""
+    passed: set[str] = set()  # sessions that `keep` holds back
+    while freed.nbytes < until:
+        some = [one for one in _ready(connection, level, len(passed), owner) if one not in passed]
+        if not some:
+            return
+        for session_id in some:
+            if freed.nbytes >= until:
+                return
+            if not _take(connection, session_id, level, until - freed.nbytes, keep, freed):
+                passed.add(session_id)
+
+
+def _ready(connection: Connection, level: int, passed: int, owner: str | None) -> list[str]:
+    """List the sessions, after so many that were passed over, that can give at a level."""
+    if owner is None:
+        return list(connection.scalars(_READY, {"level": level, "most": passed + 1}))
+    return list(connection.scalars(_OWN_READY, {"level": level, "most": passed + _AT_ONCE, "owner": owner}))
 
 
 def _take(
@@ -184,12 +296,13 @@ def _unlink(connection: Connection, session_id: str, gone: Sequence[HeldCheckpoi
 
 
 def _remove(connection: Connection, freed: FreedSpace) -> None:
+    owners = Counter[bytes]()
     for some in batches(freed.checkpoints):
-        checkpoint_rows.bequeath(connection, some)
+        owners.update(checkpoint_rows.bequeath(connection, some))
         connection.execute(delete(checkpoint).where(checkpoint.c.id.in_(some)))
     for some in batches(freed.segments):
         connection.execute(delete(segment).where(segment.c.id.in_(some)))
-    add_stored_bytes(connection, -freed.nbytes)
+    add_stored_bytes(connection, -freed.nbytes, owners)
 
 
 def place(
@@ -205,11 +318,12 @@ def place(
     too_large = [quota is not None and enc.nbytes > quota for enc in new]
     fitting = [enc for enc, no in zip(new, too_large, strict=True) if not no]
     if quota is not None:
-        over = stored_bytes(connection) + _incoming(connection, fitting) - quota
+        coming = _incoming(connection, fitting)
+        over = stored_bytes(connection) + coming.total() - quota
         if over > 0:
             # Before they are written, so that they use the freed pages.
             parents = {enc.parent for enc in fitting if isinstance(enc.parent, int)}
-            _try_to_make_room(connection, over, parents, ahead=_ahead(quota))
+            _try_to_make_room(connection, over, quota, parents, coming, ahead=_ahead(quota))
     placed = checkpoint_rows.insert_checkpoints(connection, fitting, turns)
     _book(connection, session_id, fitting, placed, [*turns, *(enc.turn for enc in new if enc.turn is not None)])
     if quota is not None and stored_bytes(connection) > quota:
@@ -222,10 +336,12 @@ def place(
 def place_ahead(connection: Connection, new: EncodedCheckpoint, quota: int | None) -> CheckpointResult:
     """Write a checkpoint before its turn, if there is room or room can be made. It stays until a turn links to it."""
     if quota is not None:
-        over = stored_bytes(connection) + _incoming(connection, [new]) - quota
+        coming, ahead = _incoming(connection, [new]), _ahead(quota)
+        over = stored_bytes(connection) + coming.total() - quota
         keep = {new.parent} if isinstance(new.parent, int) else ()
         most = quota // loose.SHARE if new.kind in loose.SEALED else quota
-        if new.nbytes > most or (over > 0 and not _try_to_make_room(connection, over, keep, ahead=_ahead(quota))):
+        fits = new.nbytes <= most
+        if not fits or (over > 0 and not _try_to_make_room(connection, over, quota, keep, coming, ahead=ahead)):
             return CheckpointResult(None, why_not=f"the quota of {quota} bytes has no room for it yet")
     return checkpoint_rows.insert_checkpoints(connection, [new], [])[0]
 
@@ -234,23 +350,32 @@ def _ahead(quota: int) -> int:
     return min(int(quota * _AHEAD), _MOST_AHEAD)
 
 
-def _incoming(connection: Connection, new: Iterable[EncodedCheckpoint]) -> int:
-    """Count the bytes that are not stored already."""
-    nbytes = 0
+def _incoming(connection: Connection, new: Iterable[EncodedCheckpoint]) -> Counter[str]:
+    """Count the bytes that are not stored already, by owner."""
+    nbytes = Counter[str]()
     for enc in new:
         if checkpoint_rows.named_as(connection, enc, enc.key) is None:
-            nbytes += enc.nbytes
+            nbytes[enc.owner] += enc.nbytes
     return nbytes
 
 
-def _try_to_make_room(connection: Connection, needed: int, keep: Collection[int], *, ahead: int = 0) -> bool:
+def _try_to_make_room(
+    connection: Connection,
+    needed: int,
+    quota: int,
+    keep: Collection[int],
+    coming: Mapping[str, int] | None = None,
+    *,
+    ahead: int = 0,
+) -> bool:
     """Free `needed` bytes, or nothing if that is not possible. Return True if they were freed."""
     s = session_table.c
     pinned = connection.execute(select(func.sum(s.own_nbytes)).where(s.pinned.is_(True))).scalar() or 0
     if needed > stored_bytes(connection) - pinned:
         return False
     attempt = connection.begin_nested()
-    freed = make_room(connection, needed, keep, ahead=ahead, dry_run=True)
+    shares = read_shares(connection, quota, coming)
+    freed = make_room(connection, needed, shares, keep, ahead=ahead, dry_run=True)
     if freed.nbytes < needed:
         attempt.rollback()
         return False
@@ -292,10 +417,10 @@ def _squeeze(
             _drop(connection, session_id, some)
         gone.update(some)
         over = stored_bytes(connection) - quota
-        if over <= 0 or _try_to_make_room(connection, over, set(made) - gone):
+        if over <= 0 or _try_to_make_room(connection, over, quota, set(made) - gone):
             break
     else:
-        make_room(connection, stored_bytes(connection) - quota)
+        make_room(connection, stored_bytes(connection) - quota, read_shares(connection, quota))
     why_not = f"the quota of {quota} bytes leaves no room for it beside the pinned sessions"
     return [CheckpointResult(None, why_not=why_not) if p.id in gone else p for p in placed]
 

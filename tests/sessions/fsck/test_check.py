@@ -133,6 +133,7 @@ STATES = [
     ("DELETE FROM total WHERE name = 'checkpoints'", "the total: 0 bytes are counted", set()),
     ("UPDATE total SET nbytes = 1 WHERE name = 'turns'", "the total: 1 bytes of text are counted, not", set()),
     ("DELETE FROM total", "the total: 0 bytes of text are counted", set()),
+    ("INSERT INTO total VALUES ('@0123456789abcde', 5)", "the bytes of 1 owners are counted wrong", set()),
 ]
 
 

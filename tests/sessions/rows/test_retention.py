@@ -20,7 +20,7 @@ from sqlalchemy import event, func, select
 
 from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.rows.holding import read_holding
+from ssmd.sessions.rows.holding import miscounted_owners, read_holding
 from ssmd.sessions.rows.retention import ages, kept_when_thin, thinned
 from ssmd.sessions.rows.schema import checkpoint, piece, segment
 from ssmd.sessions.store import Store
@@ -52,6 +52,7 @@ def check_sound(store: Store, spec: StateSpec) -> None:
     """Every checkpoint loads, nothing lies about loose, and all that is counted is right."""
     assert store.bytes_stored() == really_stored(store)
     with store.reading() as connection:
+        assert not miscounted_owners(connection)
         for row in connection.execute(select(checkpoint.c.id, checkpoint.c.key)).all():
             assert_same(store.load_in(connection, row.id, spec), state_of(spec, FED[row.key]))
         for session in store.sessions():
@@ -531,7 +532,7 @@ def test_whatever_happens(
         name = step[1] if len(step) > 1 else ""
         before = really_stored(store)
         if step[0] == "say":
-            chat = chats.setdefault(name, Chat(store, name, spec))
+            chat = chats.setdefault(name, Chat(store, name, spec, owner="key" if name in "ab" else ""))
             parent = rng.choice([None, *list(chat.turns)[-3:]]) if step[2] == 0 else next(reversed(chat.turns), None)
             new, checkpoints = chat.make(f"{name}{n}", parent, [user(f"q{n}" if step[2] else "same")], "a", step[3])
             if parent is not None and chat.ends[parent][0] not in held(name) and spec.rows:
