@@ -26,12 +26,13 @@ def test_a_flood_leaves_another_keys_prompt_cached(
     asked = SYSTEM, user("Who is there?")
     first = ask(engine, *asked, domain=QUIET, max_tokens=4)
     engine.writer.flush()
-    monkeypatch.setattr(store, "quota", 4 * store.bytes_stored())
+    quota = 4 * store.bytes_stored()
+    monkeypatch.setattr(store, "quota", quota)
     for n in range(12):
         flood = Message("system", f"{n} is the first word of another prompt. {SYSTEM.content}")
         ask(engine, flood, user("Who is there?"), domain=LOUD, max_tokens=1)
         engine.writer.flush()
-        assert store.bytes_stored() <= store.quota
+        assert store.bytes_stored() <= quota
     again = ask(engine, *asked, Message("assistant", first.text), user("And now?"), domain=QUIET, max_tokens=4)
     assert (again.usage.resume, again.usage.cached_tokens) == ("exact", first.usage.prompt_tokens + 3)
     assert not check(tmp_path / "data").damages

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from ssmd.machine.installation import to_add
 from ssmd.sessions.remote.postgres.address import Address, with_tls
 from ssmd.sessions.remote.remote import RemoteError
 
@@ -52,7 +53,7 @@ class Server:
         try:
             import psycopg
         except ImportError as err:
-            said = "a remote in PostgreSQL needs psycopg: pip install 'ssmd-daemon[remote]'"
+            said = f"a remote in PostgreSQL needs psycopg: {to_add('remote')}"
             raise RemoteError(said, lasting=True) from err
         found = (one for one in psycopg.pq.Conninfo.get_defaults() if one.val is not None)
         defaults = {one.keyword.decode(): (one.val or b"").decode() for one in found}
