@@ -58,7 +58,7 @@ def test_a_conversation_parts_from_the_most_alike(store: Store) -> None:
     assert found.there.startswith("noon. Be")
 
 
-def test_a_forks_beginning_tells_nothing_of_its_owners_other_sessions(store: Store) -> None:
+def test_a_forks_beginning_hides_its_owners_other_sessions(store: Store) -> None:
     """Ben forked a session of Anna's while they shared all. Its turns are hers still, also after she removes it."""
     say(Chat(store, "ses_0", owner="anna"), "t0", None, CLOCK.format("noon, says Anna"))
     say(Chat(store, "ses_1", owner="anna"), "t1", None, CLOCK.format("one o'clock"))
