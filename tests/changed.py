@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from modules import ALL, MODULES, ROOT, module_of, reached_from
+from modules import ALL, MODULES, ROOT, distances, module_of, reached_from
 
 ALWAYS = {ROOT / "tests" / name for name in ("test_house.py", "test_words.py", "machine/test_installation.py")}
 ALL_TESTS = ("pyproject.toml", "tests/conftest.py", "tests/modules.py", "scripts/test", "scripts/setup")
@@ -77,6 +77,15 @@ def broken_by(paths: Iterable[str]) -> list[Path]:
         if path.startswith("tests/") or (file.suffix != ".py" and reader is None):  # helpers run as programs, too
             others.append(file)
     return [t for t in tests if t in ALWAYS or not modules.isdisjoint(ran_by(t)) or any(named(o, t) for o in others)]
+
+
+def nearest(path: str) -> list[Path]:
+    """Return the test files that a change of `path` can break: the fewest imports away first, of its folder first."""
+    module = module_of(ROOT / path)
+    far = len(ALL)  # of a test that starts the module in another process
+    away = {test: distances(module_of(test)).get(module, far) for test in broken_by([path])}
+    folder = path.split("/")[1]
+    return sorted(away, key=lambda test: (away[test], test.relative_to(ROOT / "tests").parts[0] != folder))
 
 
 @cache

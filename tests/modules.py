@@ -73,3 +73,12 @@ def reached_from(modules: Iterable[str], but: Collection[str] = ()) -> set[str]:
             reached.add(module)
             todo += imported_by(module)
     return reached
+
+
+def distances(module: str) -> dict[str, int]:
+    """Return for each module that runs when this one does the number of imports on the shortest way to it."""
+    found, last = {module: 0}, [module]
+    while last:
+        last = list(dict.fromkeys(other for one in last for other in imported_by(one) if other not in found))
+        found |= dict.fromkeys(last, max(found.values()) + 1)
+    return found

@@ -53,3 +53,12 @@ def test_what_a_change_can_break_is_run(path: str, test: str) -> None:
 )
 def test_what_it_cannot_break_is_not(path: str, test: str) -> None:
     assert ROOT / "tests" / test not in changed.broken_by([path])
+
+
+def test_the_nearest_tests_come_first() -> None:
+    found = [file.relative_to(ROOT / "tests").as_posix() for file in changed.nearest("ssmd/text/stops.py")]
+    assert found[0] == "text/test_stops.py"
+    assert sorted(found) == sorted(
+        file.relative_to(ROOT / "tests").as_posix() for file in changed.broken_by(["ssmd/text/stops.py"])
+    )
+    assert found.index("engine/test_engine.py") < found.index("cli/test_cli.py")
