@@ -137,11 +137,11 @@ def _check(wanted: PullBody) -> None:
             code="invalid_value",
             param="runtime",
         )
-    of_runtime = f" for {wanted.runtime}" if wanted.runtime is not None else ""
+    where = f" for {wanted.runtime}" if wanted.runtime is not None else ""
     forms = _quantizations_of(wanted.model, catalog.on_processor() if wanted.runtime is None else [wanted.runtime])
     if wanted.quantization is not None and wanted.quantization not in forms:
         raise Rejection(
-            f"quantization {brief(wanted.quantization)}: {wanted.model} can be pulled{of_runtime} in {', '.join(forms)}",
+            f"quantization {brief(wanted.quantization)}: {wanted.model} can be pulled{where} in {', '.join(forms)}",
             code="invalid_value",
             param="quantization",
         )
