@@ -140,10 +140,13 @@ def named(model: str, models_dir: Path) -> list[InstalledModel]:
     return [i for i in installed(models_dir) if i.name == model] or _unknown(model, models_dir)
 
 
-def removable(model: str, models_dir: Path, runtime: str | None = None) -> list[InstalledModel]:
+def removable(
+    model: str, models_dir: Path, runtime: str | None = None, quantization: str | None = None
+) -> list[InstalledModel]:
     """List the artifacts of an installed model that may be removed, at least one. Raises ModelError.
 
-    runtime: only its artifacts, or those of a device class of that name. Links are not followed.
+    runtime: only its artifacts, or those of a device class of that name. quantization: only those stored in it. Links
+    are not followed.
     """
     found = named(model, models_dir)
     if runtime is not None:
@@ -151,6 +154,11 @@ def removable(model: str, models_dir: Path, runtime: str | None = None) -> list[
         found = [one for one in found if runtime in (_runtime(one), one.manifest and one.manifest.device_class)]
         if not found:
             raise ModelError(f"model {model!r} has no artifact for runtime {runtime!r}; it has: {there}")
+    if quantization is not None:
+        there = ", ".join(sorted({one.manifest.quantization for one in found if one.manifest is not None}))
+        found = [one for one in found if one.manifest is not None and one.manifest.quantization == quantization]
+        if not found:
+            raise ModelError(f"model {model!r} has no artifact in {quantization!r}; it has: {there or 'none to read'}")
     for path in (models_dir / model, *(one.path for one in found)):
         if not stat.S_ISDIR(path.lstat().st_mode):
             raise ModelError(f"{path} is a link to {os.path.realpath(path)}; remove the link if you do not want it")

@@ -174,7 +174,7 @@ def test_a_name_that_is_nearly_right(tmp_path: Path) -> None:
         ("mlne", f"did you mean mine? installed in {tmp_path}: mine$"),
         ("smolm2", "did you mean smollm2? get it with: ssmd pull smollm2$"),
         ("SmolLM2", "did you mean smollm2? get it with: ssmd pull smollm2$"),
-        ("quite-another", f"here; installed in {tmp_path}: mine; ssmd pull gets: granite-4.0-h-1b, "),
+        ("quite-another", f"here; installed in {tmp_path}: mine; ssmd pull gets: granite-4.0-h-micro, "),
         ("x" * 100_000, "here; installed in"),
     ):
         with pytest.raises(ModelError, match=said.replace("?", r"\?")):

@@ -187,8 +187,13 @@ def strip(
             holes = []
             for offset, length in sorted(set(constants[name])):
                 digest = hashlib.sha256(memoryview(data)[offset : offset + length]).digest()
-                if (hole := table.get((length, digest))) is not None:
-                    holes.append(hole.model_copy(update={"offset": offset}))
+                possible = table.get((length, digest), ())
+                if len(possible) > 1:  # an encoding that no constant of the graph has may be alike in many
+                    raise StripError(
+                        f"{possible[0].parameter} and {possible[1].parameter} have the same values in the graph: "
+                        "which is which is not known"
+                    )
+                holes += [hole.model_copy(update={"offset": offset}) for hole in possible]
             at, literal = 0, b""
             for hole in holes:
                 literal += data[at : hole.offset]
@@ -205,17 +210,13 @@ def strip(
     return tuple(files), tuple(literals)
 
 
-def _table(bindings: Mapping[str, Binding], source: Tensors) -> dict[tuple[int, bytes], Hole]:
-    """Return the possible holes of a file by length and sha256. Raises StripError if two parameters share these."""
-    table: dict[tuple[int, bytes], Hole] = {}
+def _table(bindings: Mapping[str, Binding], source: Tensors) -> dict[tuple[int, bytes], tuple[Hole, ...]]:
+    """Return the possible holes of a file by length and sha256: one for each parameter that has these bytes."""
+    table: dict[tuple[int, bytes], dict[str, Hole]] = {}
     for hole, content in (made for name, binding in bindings.items() for made in _encoded(name, binding(source))):
         key = hole.length, hashlib.sha256(content).digest()
-        other = table.setdefault(key, hole)
-        if other.parameter != hole.parameter:
-            raise StripError(
-                f"{other.parameter} and {hole.parameter} have the same values: which is which is not known"
-            )
-    return table
+        table.setdefault(key, {}).setdefault(hole.parameter, hole)
+    return {key: tuple(holes.values()) for key, holes in table.items()}
 
 
 def _encoded(name: str, array: Array) -> Iterator[tuple[Hole, bytes]]:

@@ -25,6 +25,9 @@ def remove(
         typer.Argument(metavar="NAME", help="Name of an installed model.", autocompletion=completion.models),
     ],
     runtime: Annotated[str | None, typer.Option(help="Remove this runtime's artifact alone.", metavar="NAME")] = None,
+    quant: Annotated[
+        str | None, typer.Option(help="Remove its artifacts in this quantization alone.", metavar="NAME")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     data_dir: options.DataDir = None,
     models_dir: options.ModelsDir = None,
@@ -39,7 +42,7 @@ def remove(
     if not re.fullmatch(NAME_PATTERN, model):
         fail(f"{model!r} is not a valid model name; `ssmd list` shows the installed models", 2)
     settings = Settings(data_dir=data_dir, models_dir=models_dir)
-    found = removable(model, settings.models_dir, runtime)
+    found = removable(model, settings.models_dir, runtime, quant)
     sizes = [_size(one.path) for one in found]
     for one, size in zip(found, sizes, strict=True):
         typer.echo(f"{one.path}: {show_size(size)}", err=True)

@@ -151,7 +151,7 @@ def _list_available(folder: Path, *, as_json: bool) -> None:
     for name in catalog.names():
         for file in (file for runtime in targets() for file in catalog.files(runtime, name)):
             form, quantization = file.stem.partition("@")[2], catalog.quantization_of(file)
-            runtime = target_for(*form.split("-")[:2]).name
+            runtime = target_for(*form.rsplit("-", 2)[:2]).name
             disk = catalog.disk_of(name, runtime, quantization) or 0
             sizes = {"download_bytes": package_bytes(name) or catalog.download_of(name), "bytes": disk}
             sizes["memory_bytes"] = catalog.memory_of(disk)

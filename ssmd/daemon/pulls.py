@@ -41,6 +41,7 @@ class Pull:
     id: str
     model: str
     runtime: str | None  # to pull it for; None: the fastest here
+    quantization: str | None  # None: the usual one, or the one that fits into memory
     state: State = "waiting"
     stage: str = ""  # the present step
     done: int | None = None  # of the step, if known
@@ -63,6 +64,7 @@ class Pull:
             "object": "pull",
             "model": self.model,
             "runtime": self.runtime,
+            "quantization": self.quantization,
             "state": self.state,
             "stage": self.stage or None,
             "done": self.done,
@@ -96,7 +98,7 @@ class Pulls:
             pull = next((pull for pull in self._pulls if pull.id == id_), None)
             return None if pull is None else pull.row()
 
-    def begin(self, model: str, runtime: str | None) -> dict[str, Any]:
+    def begin(self, model: str, runtime: str | None, quantization: str | None = None) -> dict[str, Any]:
         """Pull a model after the earlier pulls. Returns its row. A pull that waits or runs is not begun twice.
 
         The caller has checked the names. Raises TooManyPulls.
@@ -104,11 +106,12 @@ class Pulls:
         with self._lock:
             under_way = [pull for pull in self._pulls if not pull.is_over]
             for pull in under_way:
-                if (pull.model, pull.runtime) == (model, runtime) and not pull.cancelled:
+                same = (pull.model, pull.runtime, pull.quantization) == (model, runtime, quantization)
+                if same and not pull.cancelled:
                     return pull.row()
             if len(under_way) >= MOST:
                 raise TooManyPulls
-            pull = Pull(f"pull_{secrets.token_hex(12)}", model, runtime)
+            pull = Pull(f"pull_{secrets.token_hex(12)}", model, runtime, quantization)
             self._pulls.append(pull)
             self.changes += 1
             if self._thread is None:
@@ -159,6 +162,8 @@ class Pulls:
     def _pull(self, pull: Pull, errors: IO[bytes]) -> int:
         """Run a pull to its end. Returns its exit code. Raises OSError."""
         wanted = [] if pull.runtime is None else ["--runtime", pull.runtime]
+        if pull.quantization is not None:
+            wanted += ["--quant", pull.quantization]
         environment = {name: value for name, value in os.environ.items() if name != "SSMD_API_KEY"}
         process = subprocess.Popen(
             command("ssmd", "pull", pull.model, *wanted, "--report", *self._where),

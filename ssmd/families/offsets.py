@@ -38,7 +38,7 @@ _MULTIPLIED = {
     "dt",
 }  # matrices of a layer, in all families
 _EXACT = "_ba"  # of gated DeltaNet: few rows, and what they give stands in an exponent
-_LEAST = np.float32(2.0**-14)  # a step: float16's smallest that has all its digits
+_LEAST = np.float32(2.0**-18)  # a step: below float16's normal numbers, yet right to 1 in 128
 
 
 def is_multiplied(name: str) -> bool:

@@ -16,6 +16,7 @@ from keyfile import bearer, written
 from mirror import Mirror
 from several import Events, Several, several
 
+from ssmd.api.own.pulls import PACKED
 from ssmd.daemon import pulls
 from ssmd.model import smollm2
 from ssmd.refit import catalog
@@ -26,7 +27,8 @@ NAME = "mamba-130m"  # of which the hub here has other weights
 WEIGHTS = "model.safetensors"
 KEYS = "alice alice-has-this-one\nscreen screens-look-at-this read-only\n"
 FIELDS = {
-    *("id", "object", "model", "runtime", "state", "stage", "done", "total", "unit", "error", "started_at", "ended_at")
+    *("id", "object", "model", "runtime", "quantization", "state", "stage", "done", "total", "unit", "error"),
+    *("started_at", "ended_at"),
 }
 
 
@@ -84,7 +86,8 @@ def half_made(one: Several) -> list[Path]:
 def test_a_model_is_pulled_and_answers(three: Several) -> None:
     with Events(three.served) as watching:
         row = begin(three, "smollm2", "litert")
-        assert (row["object"], row["model"], row["runtime"]) == ("pull", "smollm2", "litert")
+        begun = {name: row[name] for name in ("object", "model", "runtime", "quantization")}
+        assert begun == {"object": "pull", "model": "smollm2", "runtime": "litert", "quantization": None}
         done = over(three, row["id"])
         soon(lambda: watching.found[-1]["pulls"][0]["state"] == "done")
         told = [event["pulls"][0] for event in watching.found if event["pulls"]]
@@ -177,6 +180,9 @@ def test_one_that_does_not_end_is_killed(three: Several, hub: Mirror, monkeypatc
         ({"model": "smollm2", "runtime": "--force"}, "runtime"),
         ({"model": "mamba-130m", "runtime": "npu"}, "runtime"),
         ({"model": "smollm2", "revision": "x"}, "revision"),
+        ({"model": "smollm2", "runtime": "litert", "quantization": "int4"}, "quantization"),
+        ({"model": "mamba-130m", "quantization": "int4"}, "quantization"),
+        ({"model": "smollm2", "runtime": "openvino", "quantization": "--force"}, "quantization"),
         ([], None),
     ],
 )
@@ -205,12 +211,15 @@ def test_the_catalog(three: Several) -> None:
     assert [one["name"] for one in known["data"]] == catalog.names()
     for one in known["data"]:
         assert one.keys() == {"name", "family", "origin", "about", "base", "download_bytes", "runtimes"}
-        assert 50e6 < one["download_bytes"] < 4e9
+        assert 50e6 < one["download_bytes"] < 7e9
         assert one["about"]
         assert one["base"] == (one["family"] in ("mamba", "mamba2"))
         assert one["origin"] == catalog.origin_of(one["name"])
         for made in one["runtimes"]:
-            assert made.keys() == {"runtime", "installed", "usable", "problem", "bytes", "memory_bytes"}
+            keys = {"runtime", "installed", "usable", "problem", "quantizations", "bytes", "memory_bytes"}
+            assert made.keys() == keys
+            graphs = {catalog.quantization_of(file) for file in catalog.files(made["runtime"], one["name"])}
+            assert made["quantizations"] == sorted(graphs or PACKED)
             assert (made["bytes"] is None) == (made["memory_bytes"] is None) == (made["runtime"] == "wgpu")
             assert made["bytes"] is None or made["memory_bytes"] > made["bytes"]
             assert made["usable"] == (made["problem"] is None)

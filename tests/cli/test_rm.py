@@ -76,6 +76,16 @@ def test_of_one_runtime(models: Path, tmp_path: Path) -> None:
     assert "has no artifact for runtime 'litert'; it has: openvino" in none.stderr
 
 
+def test_of_one_quantization(models: Path, tmp_path: Path) -> None:
+    put(models, "one", "openvino-cpu-int4", 4000)
+    done = ssmd(tmp_path, "rm", "one", "--runtime", "openvino", "--quant", "int4", "-y")
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(models / "one")) == ["litert-cpu-int8", "openvino-cpu-int8"]
+    none = ssmd(tmp_path, "rm", "one", "--quant", "int4", "-y")
+    assert (none.returncode, none.stderr.count("\n")) == (1, 1)
+    assert "has no artifact in 'int4'; it has: int8" in none.stderr
+
+
 def test_it_asks(models: Path, tmp_path: Path) -> None:
     unasked = ssmd(tmp_path, "rm", "two")
     assert unasked.returncode == 2

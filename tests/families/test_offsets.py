@@ -49,8 +49,9 @@ def test_blocks_of_q4_1_stay_what_they_were(size: float) -> None:
     np.testing.assert_allclose(whole(rows), rows, rtol=0, atol=2e-6 * np.abs(rows).max())
 
 
-def test_others_are_rounded_as_q4_1_rounds() -> None:
-    rows = np.random.default_rng(2).standard_normal((64, 256), np.float32) + 3
+@pytest.mark.parametrize("size", [1.0, 2e-4])  # with the second, steps are no normal numbers of float16
+def test_others_are_rounded_as_q4_1_rounds(size: float) -> None:
+    rows = (np.random.default_rng(2).standard_normal((64, 256), np.float32) + 3) * np.float32(size)
     ours, theirs = (np.square(found - rows).mean() for found in (whole(rows), as_q4_1(rows)))
     assert ours < 1.01 * theirs
     step = np.ptp(rows.reshape(64, -1, BLOCK), -1, keepdims=True) / 15

@@ -355,12 +355,26 @@ def test_tensors_that_do_not_fit(
 
 
 def test_weights_that_are_alike(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(bytes(16))
     ones, source = given(lambda: np.ones(4, np.float32)), SeededSource({}, 1)
-    with pytest.raises(StripError, match="a and b have the same values"):
+    (tmp_path / "f").write_bytes(np.ones(4, np.float32).tobytes())
+    with pytest.raises(StripError, match="a and b have the same values in the graph"):
         strip(tmp_path, {"f": [(0, 16)]}, {"a": ones, "b": ones}, source)
+    (tmp_path / "f").write_bytes(bytes(16))
     with pytest.raises(StripError, match=r"does not hold a as it was given \(1 of 1 parameters\)"):
         strip(tmp_path, {"f": [(0, 16)]}, {"a": ones}, source)
+
+
+def test_weights_whose_scales_are_alike(tmp_path: Path) -> None:
+    """Only an encoding that the graph has must tell two parameters apart: here it has their floats."""
+    source = SeededSource({}, 1)
+    a = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
+    b = np.roll(a, 5, axis=1)  # with the same scales of rows
+    (tmp_path / "f").write_bytes(a.tobytes() + b.tobytes())
+    files, literals = strip(
+        tmp_path, {"f": [(0, a.nbytes), (a.nbytes, b.nbytes)]}, {"a": given(lambda: a), "b": given(lambda: b)}, source
+    )
+    assert [(hole.parameter, hole.encoding) for hole in files[0].holes] == [("a", "f32"), ("b", "f32")]
+    assert literals == (b"",)
 
 
 def test_a_file_that_is_damaged(graph: StrippedGraph, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Annotated, Any
 
@@ -35,6 +36,7 @@ _ABOUT = {
     "falcon-h1-0.5b-instruct": "chat, several languages",
     "granite-4.0-h-1b": "chat, tools, long texts; several languages",
     "granite-4.0-h-350m": "chat, tools, long texts; several languages",
+    "granite-4.0-h-micro": "chat, tools, long texts; several languages",
     "lfm2-350m": "chat, facts from texts; several languages",
     "mamba-130m": "English",
     "mamba2-130m": "English",
@@ -42,6 +44,8 @@ _ABOUT = {
     "qwen3.5-0.8b": "chat with reasoning on request, tools; many languages",
     "smollm2": "chat and short texts in English; quick on any machine",
 }
+
+PACKED = ("f16", "f32", "int4", "int8")  # of runtimes that pack weights without a graph
 
 KEPT_S = 60.0
 LIMIT_S = 20.0  # a client waits for 30
@@ -53,6 +57,7 @@ _PATH = re.compile(rf"(?<='){_ROOT}[^']+(?=')|(?<=\"){_ROOT}[^\"]+(?=\")|{_ROOT}
 class PullBody(StrictModel):
     model: Annotated[str, Field(min_length=1, max_length=200)]
     runtime: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    quantization: Annotated[str, Field(min_length=1, max_length=16)] | None = None
 
 
 class Catalog:
@@ -90,7 +95,7 @@ def begin(pulls: Pulls, wanted: PullBody) -> dict[str, Any]:
     """Begin a pull, or find it under way, and return its row. Raises Rejection."""
     _check(wanted)
     try:
-        return _told(pulls.begin(wanted.model, wanted.runtime))
+        return _told(pulls.begin(wanted.model, wanted.runtime, wanted.quantization))
     except TooManyPulls:
         raise Rejection(
             f"{MOST} models wait to be pulled already; try again later",
@@ -132,6 +137,20 @@ def _check(wanted: PullBody) -> None:
             code="invalid_value",
             param="runtime",
         )
+    where = f" for {wanted.runtime}" if wanted.runtime is not None else ""
+    forms = _quantizations_of(wanted.model, catalog.on_processor() if wanted.runtime is None else [wanted.runtime])
+    if wanted.quantization is not None and wanted.quantization not in forms:
+        raise Rejection(
+            f"quantization {brief(wanted.quantization)}: {wanted.model} can be pulled{where} in {', '.join(forms)}",
+            code="invalid_value",
+            param="quantization",
+        )
+
+
+def _quantizations_of(name: str, runtimes: Sequence[str]) -> list[str]:
+    """List the quantizations in which `ssmd pull` makes a model for one of the runtimes."""
+    packed = PACKED if any(target_of(runtime)[0].packs for runtime in runtimes) else ()
+    return sorted({catalog.quantization_of(f) for r in runtimes for f in catalog.files(r, name)}.union(packed))
 
 
 def _runtimes_of(name: str) -> list[str]:
@@ -154,6 +173,7 @@ def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             problem = _problem(info.name, target.device_class, found)
             here = any(target_for(m.runtime, m.device_class) == target for m in mine)
             row = {"runtime": runtime, "installed": here, "usable": problem is None, "problem": problem}
+            row["quantizations"] = _quantizations_of(name, [runtime])
             nbytes = catalog.disk_of(name, runtime)
             made.append(row | {"bytes": nbytes, "memory_bytes": None if nbytes is None else catalog.memory_of(nbytes)})
         fetched = package_bytes(name) or catalog.download_of(name)
