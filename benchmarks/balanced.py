@@ -3,8 +3,8 @@
     benchmarks/balanced.py [--rounds N] [--kill] [--model NAME] [--folder DIR]
 
 PostgreSQL, HAProxy with docker/haproxy.cfg and the daemons are real; the model is a tiny one of the tests. A round
-restarts each daemon once, with SIGTERM, or with --kill by SIGKILL. Answers wait for the remote (SSMD_ACK=remote). At the
-end each answer that a client was told is stored must be in the remote once, and a new machine must get all
+restarts each daemon once, with SIGTERM, or with --kill by SIGKILL. Answers wait for the remote (SSMD_ACK=remote). At
+the end each answer that a client was told is stored must be in the remote once, and a new machine must get all
 conversations. Exits with 1 if an answer is missing, or without --kill if a request failed.
 """
 
@@ -22,15 +22,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from conftest import opened
 from daemon_process import conditions, free_port
 from forked import DaemonProcess
 from roamers import Client, Episode
 
-CONFIGURATION = ROOT / "docker" / "haproxy.cfg"
+CONFIGURATION = Path(__file__).parents[1] / "docker" / "haproxy.cfg"
 CLIENTS = 8
 APART_S = 1.5  # between two restarts
 ROWS = {  # as printed; in roamers' words
