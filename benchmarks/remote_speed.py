@@ -97,10 +97,10 @@ def answers(name: str, requests: int) -> None:
         print(f"# remote_speed answers: {artifact.name} of {artifact.parent.name}; {conditions()}; {requests} each\n")
         print("| | remote | TTFT p50, ms | p95 | of `off` | after the last token p50, ms | p95 | of `off` |")
         print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-        for (kind, way), times in sorted(found.items(), key=lambda one: (one[0][0], list(ways).index(one[0][1]))):
+        for (kind, way), rows in sorted(found.items(), key=lambda one: (one[0][0], list(ways).index(one[0][1]))):
             cells = []
             for part in (0, 1):
-                p50, p95 = percentiles([one[part] for one in times], 50, 95)
+                p50, p95 = percentiles([one[part] for one in rows], 50, 95)
                 [base] = percentiles([one[part] for one in found[kind, "off"]], 50)
                 cells += [f"{p50:.1f}", f"{p95:.1f}", f"{p50 / base:.2f}"]
             print(f"| {kind} | {way} | {' | '.join(cells)} |")
@@ -124,13 +124,16 @@ class Machine:
     """A machine without a model: a store, and a link to the remote."""
 
     def __init__(self, at: Path, url: str) -> None:
-        self.store = new_store(at)
+        self.store = new_store(at)  # not in several threads at once: Alembic makes the first
         self.link = Link(self.store, lambda: open_remote(self.store, url), acknowledges=True)
-        self.link.connect()
-        self.link.start()
         self.chat = Chat(self.store, f"ses_{secrets.token_hex(12)}", RECURRENT)
         self.last: str | None = None
         self.said: list[Message] = []
+
+    def connect(self) -> None:
+        """Open the remote, and begin to send."""
+        self.link.connect()
+        self.link.start()
 
     def say(self, then: Any) -> None:
         """Commit a turn of some 3 kB; `then` is called when the remote has it."""
@@ -174,8 +177,9 @@ def outbox(count: int, seconds: int) -> None:
         server = Cluster(*SERVER, f"max_connections={3 * count + 20}")
         held.callback(server.close)
         url = server.url(server.database())
+        machines = [Machine(Path(at) / f"m{n}", url) for n in range(count)]
         with ThreadPoolExecutor(8) as pool:
-            machines = list(pool.map(lambda n: Machine(Path(at) / f"m{n}", url), range(count)))
+            list(pool.map(Machine.connect, machines))
         for one in machines:
             held.callback(one.close)
         took, _ = every_second(machines, seconds)
@@ -255,8 +259,9 @@ def fleet(count: int, seconds: int) -> None:
         pooler = held.enter_context(Pooler(server, connections=20, clients=3 * count))
         url = pooler.url(database)
         PostgresRemote.open(server.url(database), create=True).close()
+        machines = [Machine(Path(at) / f"m{n}", url) for n in range(count)]
         with ThreadPoolExecutor(16) as pool:
-            machines = list(pool.map(lambda n: Machine(Path(at) / f"m{n}", url), range(count)))
+            list(pool.map(Machine.connect, machines))
         held.callback(lambda: list(ThreadPoolExecutor(16).map(Machine.close, machines)))
         look = (
             "SELECT xact_commit, pg_current_wal_lsn() - '0/0', (SELECT coalesce(sum(pg_total_relation_size(oid)), 0) "
@@ -273,14 +278,14 @@ def fleet(count: int, seconds: int) -> None:
         turns, connections = len(took), pooler.clients()
         commits, wal, size = (float(b - a) for a, b in zip(before, after, strict=True))
         p50, p99 = percentiles(took, 50, 99)
-        rows = server.admin("SELECT count(*), avg(length(body)) FROM ssmd.turn", database)[0]
+        kept = server.admin("SELECT count(*), avg(length(body)) FROM ssmd.turn", database)[0]
         print(f"# remote_speed fleet: {count:,} machines, {turns:,} turns in {work_s:.0f} s; {conditions()}\n")
         print("| | |\n| --- | --- |")
         print(f"| connections of the machines to PgBouncer; of PgBouncer to PostgreSQL | {connections}; 20 at most |")
         print(f"| turns a second | {turns / work_s:.0f} |")
         print(f"| until the remote has a turn: p50, p99, s | {p50:.2f}, {p99:.2f} |")
-        print(f"| rows in `ssmd.turn` | {rows[0]:,} |")
-        print(f"| bytes of a turn's body, as sent | {float(rows[1]):,.0f} |")
+        print(f"| rows in `ssmd.turn` | {kept[0]:,} |")
+        print(f"| bytes of a turn's body, as sent | {float(kept[1]):,.0f} |")
         print(f"| bytes of tables and indexes, a turn | {size / turns:,.0f} |")
         print(f"| bytes of write-ahead log, a turn | {wal / turns:,.0f} |")
         print(f"| transactions, a turn | {commits / turns:.1f} |")
