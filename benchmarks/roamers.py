@@ -13,7 +13,9 @@ import signal
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from cluster import Cluster, missing
 from forked import DaemonProcess
@@ -34,6 +36,7 @@ STARTED = 0.7  # part of the kills after which the daemon is waited for; else th
 ROWS = (
     *("kills", "of a daemon", "of a daemon that starts", "of the server", "requests that died", "answers"),
     *("told that it was stored", "told that it was not", "went on at the other daemon"),
+    *("went on in its session", "began another session", "refused"),
     *("turns in the remote", "questions found once", "states in the remote", "sessions a new machine took"),
 )
 
@@ -56,7 +59,7 @@ class Client:
                     return
                 asked += 1
                 question = f"c{self.number}q{asked} {' '.join(self.rng.choices(WORDS, k=4))}"
-                at = self.rng.choice(self.episode.daemons)
+                at = self.rng.choice(self.episode.places)
                 messages = [*said, {"role": "user", "content": question}]
                 try:
                     got = ask(at.port, "POST", CHAT, {**self.episode.fields, "messages": messages})
@@ -65,7 +68,8 @@ class Client:
                     time.sleep(0.05)
                     continue
                 if got.status != 200:
-                    if got.status != 503:
+                    self.counts["refused"] += 1
+                    if got.status not in self.episode.refusals:
                         self.episode.failures.append(f"{question}: {got.status} {got.body[:300]!r}")
                     time.sleep(0.05)
                     continue
@@ -74,12 +78,24 @@ class Client:
                 self.counts["told that it was stored" if own["stored"] else "told that it was not"] += 1
                 self.told[question] = answer, own["stored"]
                 self.counts["went on at the other daemon"] += last not in (None, at) and own["session"] == session
+                if session is not None:
+                    went_on = own["session"] == session
+                    self.counts["went on in its session" if went_on else "began another session"] += 1
                 last, session = at, own["session"]
                 said = [*messages, {"role": "assistant", "content": answer}]
 
 
+class Place(Protocol):
+    """A place that clients ask: a daemon, or a balancer before several."""
+
+    port: int
+
+
 class Episode:
-    """Two data directories, a server, its clients and their kills. counts, failures: its results."""
+    """Data directories, a server, its clients and their kills. counts, failures: its results."""
+
+    names: tuple[str, ...] = ("a", "b")  # of the machines
+    refusals: tuple[int, ...] = (503,)  # statuses that an end or a kill may give
 
     def __init__(self, artifact: Path, seed: str, kills: int, folder: Path) -> None:
         if why := missing():
@@ -95,7 +111,8 @@ class Episode:
         self.database = self.cluster.database()
         self.url = self.cluster.url(self.database, packs=str(folder / "packs"))
         options = ("--threads", "1", "--remote", self.url)
-        self.daemons = [DaemonProcess(artifact, folder / name, *options) for name in ("a", "b")]
+        self.daemons = [DaemonProcess(artifact, folder / name, *options) for name in self.names]
+        self.places: Sequence[Place] = self.daemons
         self.clients = [Client(n, seed, self) for n in range(CLIENTS)]
 
     def run(self) -> None:
@@ -120,7 +137,7 @@ class Episode:
             self.cluster.close()
         for client in self.clients:
             self.counts.update(client.counts)
-        for name in ("a", "b"):
+        for name in self.names:
             if "Traceback" in (log := (self.folder / f"{name}.log").read_text()):
                 self.failures.append(f"the log of {name}: {log[log.rindex('Traceback') :][:1500]}")
 
@@ -148,7 +165,7 @@ class Episode:
             one.kill()
             one.start()
         deadline = time.monotonic() + END_S
-        for name, one in zip("ab", self.daemons, strict=True):
+        for name, one in zip(self.names, self.daemons, strict=True):
             while (found := one.get("/health")[1]["remote"]) != {"status": "ok", "waiting": 0}:
                 if time.monotonic() > deadline:
                     self.failures.append(f"after {END_S:.0f} s {name} still says {found}")
@@ -180,7 +197,7 @@ class Episode:
             self._take({session for session, *_ in rows}, remote)
         finally:
             remote.close()
-        for name in ("a", "b", "new"):
+        for name in (*self.names, "new"):
             if damages := check(self.folder / name).damages:
                 self.failures.append(f"the store {name} is damaged: {damages[:3]}")
 

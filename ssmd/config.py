@@ -212,6 +212,13 @@ class Settings(BaseSettings):
         description="let the model read text that clients put into system prompts for other servers' accounts and "
         "change with every request; otherwise it is [left out](http.md#volatile-text), so that stored states fit",
     )
+    drain: float = Field(
+        0.0,
+        ge=0,
+        le=3600,
+        description="longest time, such as 60s, that a daemon which is to stop still answers requests, while `/health` is "
+        "503: until a balancer has taken it away and streams have ended ([scaling.md](scaling.md#stop-one))",
+    )
     offline: bool = Field(False, description="fetch nothing, whatever is missing; HF_HUB_OFFLINE=1 asks for the same")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
     stream_comment: float = Field(
@@ -287,7 +294,7 @@ class Settings(BaseSettings):
             raise ValueError("expected a number of bytes, or a size such as '8GiB'")
         return parse_size(value) if isinstance(value, str) else value
 
-    @field_validator("keep_alive", "slow_request", "stream_comment", mode="before")
+    @field_validator("keep_alive", "slow_request", "stream_comment", "drain", mode="before")
     @classmethod
     def _duration(cls, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float | str | None):

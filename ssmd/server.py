@@ -46,6 +46,8 @@ SWITCH_S = 0.0005  # longest time that one thread may keep another, such as the 
 LOOK_S = 1  # time between two checks that commands still find the daemon, while a client is connected
 ALONE_S = 60 if os.name == "posix" else LOOK_S  # the same while no client is: every check wakes the machine
 GRACE_S = 10.0
+QUIET_S = 5.0  # time without a request after which a daemon that drains stops: a balancer has noticed /health by then
+DRAIN_LOOK_S = 0.05  # time between two looks for a request
 STUCK_S = 10.0  # after GRACE_S: longest time that a step of the model may still take
 FLUSH_S = 5
 _TRIES = 16  # ports that are tried, until one is free at both loopback addresses
@@ -228,7 +230,7 @@ def serve(
             log.warning(
                 "the alias %s is in vain: no model %s can be used here; `ssmd list` names them", alias, alias.model
             )
-    server = _Server(config, host, first, ready)
+    server = _Server(config, host, first, ready, settings.drain)
     if host.writer is not None and settings.api_keys_file is not None:
         writer = host.writer
         hangup.changed = lambda: writer.drop_sealed_of_others({"", *keys.names})
@@ -340,9 +342,15 @@ class _Server(uvicorn.Server):
     So does the first one while the first models load. failure: the error of that load, which ended the server.
     """
 
-    def __init__(self, config: uvicorn.Config, host: Host, first: Future[None], ready: Callable[[], None]) -> None:
-        """first: the load of the first models. ready: called in the event loop once they are loaded."""
+    def __init__(
+        self, config: uvicorn.Config, host: Host, first: Future[None], ready: Callable[[], None], drain_s: float
+    ) -> None:
+        """first: the load of the first models. ready: called in the event loop once they are loaded.
+
+        drain_s: longest time that requests are still answered at the end, while /health is 503.
+        """
         super().__init__(config)
+        self._drain_s = drain_s
         self.failure: BaseException | None = None
         self._host = host
         self._first, self._ready = first, ready
@@ -396,7 +404,8 @@ class _Server(uvicorn.Server):
         if self._draining or not self._first.done():
             os._exit(128 + sig)
         notice = (
-            f"{signal.Signals(sig).name}: finishing requests, at most {GRACE_S:.0f} s; a second one stops at once\n"
+            f"{signal.Signals(sig).name}: finishing requests, at most {self._drain_s + GRACE_S:.0f} s; "
+            "a second one stops at once\n"
         )
         with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(sys.stderr.fileno(), notice.encode())  # print is not safe in a signal handler
@@ -408,7 +417,19 @@ class _Server(uvicorn.Server):
             self._draining = True
             threading.Thread(target=self._drain, name="ssmd-shutdown", daemon=True).start()
 
+    def _leave(self) -> None:
+        """Answer requests while /health is 503: until none came for QUIET_S, or the drain's time is over."""
+        self._host.leaving = True
+        ends = quiet = time.monotonic()
+        ends += self._drain_s
+        while (now := time.monotonic()) < min(ends, quiet + QUIET_S):
+            if self._host.busy:
+                quiet = now
+            time.sleep(min(DRAIN_LOOK_S, ends - now))
+
     def _drain(self) -> None:
+        if self._drain_s:
+            self._leave()
         stuck = threading.Timer(GRACE_S + STUCK_S, self._give_up)
         stuck.daemon = True
         stuck.start()

@@ -5,7 +5,9 @@ That the images build, answer and stop is shown by scripts/image.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -20,11 +22,50 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ssmd.config import Settings
+from ssmd.machine.duration import parse_duration
+from ssmd.server import FLUSH_S, GRACE_S, LINGER_S, STUCK_S
+from ssmd.sessions.remote.postgres.address import read_address
 
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text("utf-8")
 HASHES = r"(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n?)+"
 PINNED = re.compile(rf"^([\w.-]+)==(\S+)(?: ;[^\\]*)? \\\n{HASHES}", re.MULTILINE)
+
+
+REMOTE = yaml.safe_load((DOCKER / "compose.remote.yaml").read_text("utf-8"))
+
+
+def test_the_daemons_of_a_remote_are_set_as_ssmd_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemons = {name: one for name, one in REMOTE["services"].items() if one["image"].startswith("ssmd:")}
+    assert len({one["volumes"][0] for one in daemons.values()}) == len(daemons) == 2  # a data directory each
+    for one in daemons.values():
+        for name, value in one["environment"].items():
+            monkeypatch.setenv(name, re.sub(r"\$\{.*\}", "key-of-a-test", value))
+        settings = Settings()
+        address = read_address(settings.remote or "")
+        assert (settings.ack, address.packs) == ("remote", Path("/packs"))
+        mounted = {volume.split(":")[1] for volume in one["volumes"]}
+        assert mounted == {"/data", str(settings.models_dir), "/packs", address.parameters["host"]}
+        whole_s = settings.drain + GRACE_S + STUCK_S + FLUSH_S + LINGER_S
+        assert parse_duration(one["stop_grace_period"]) > whole_s  # then Docker kills
+    named = {v.split(":")[0] for one in REMOTE["services"].values() for v in one["volumes"] if v[0] != "."}
+    assert named == set(REMOTE["volumes"])
+    made = re.search(r"install -d .*", DOCKERFILE)
+    assert made is not None
+    assert {"/data", "/models", "/packs"} <= set(made[0].split())  # else the volumes are root's
+
+
+def test_the_balancer_of_a_remote_has_its_daemons(tmp_path: Path) -> None:
+    balancer = REMOTE["services"]["balancer"]
+    text = (DOCKER / "haproxy.cfg").read_text("utf-8")
+    asked = set(re.findall(r"\$\{(\w+)\}", text))
+    assert asked == set(balancer["environment"])
+    servers = {value.split(":")[0] for name, value in balancer["environment"].items() if name != "LISTEN"}
+    assert servers == {name for name, one in REMOTE["services"].items() if one["image"].startswith("ssmd:")}
+    if program := shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin"):
+        here = {"LISTEN": ":7763", "SSMD_A": "127.0.0.1:1", "SSMD_B": "127.0.0.1:2"}
+        done = subprocess.run([program, "-c", "-f", DOCKER / "haproxy.cfg"], env=here, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("runtime", ["litert", "openvino"])
@@ -33,7 +74,8 @@ def test_every_package_is_pinned_as_the_project_wants_it(runtime: str) -> None:
     pinned = {canonicalize_name(name): version for name, version in PINNED.findall(text)}
     assert len(pinned) == len([line for line in text.splitlines() if "==" in line.partition(";")[0]])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    for line in (*project["dependencies"], *project["optional-dependencies"][runtime]):
+    extras = project["optional-dependencies"]
+    for line in (*project["dependencies"], *extras[runtime], *extras["remote"]):
         wanted = Requirement(line)
         version = pinned[canonicalize_name(wanted.name)]
         assert wanted.specifier.contains(version), f"{line}: {version} is pinned; scripts/lock writes it anew"

@@ -246,6 +246,30 @@ def test_a_signal_lets_what_runs_come_to_its_end(artifact: Path, tmp_path: Path)
         assert process.wait(20) == 0
 
 
+def test_a_daemon_that_drains_answers_and_is_unhealthy(artifact: Path, tmp_path: Path) -> None:
+    """A balancer takes it away meanwhile. It stops once no request came for a while."""
+    before = "from ssmd import server; server.QUIET_S = 1.0; server.GRACE_S = 0.0"
+    with running(tmp_path, str(artifact), extra={"SSMD_DRAIN": "60s"}, before=before) as (process, served):
+        with long_stream(served, artifact.name) as one:
+            process.send_signal(signal.SIGTERM)
+            _wait_for_draining(served)
+            assert served.ask("GET", "/health").json["status"] == "shutting_down"
+            body = {"model": artifact.name, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+            assert served.ask("POST", CHAT, body).status == 200
+            assert rest(one).rstrip().endswith(b"data: [DONE]\n\n\r\n0".rstrip())
+        assert process.wait(20) == 0
+
+
+def test_a_drain_ends_after_its_time(artifact: Path, tmp_path: Path) -> None:
+    """Streams that last longer are cut."""
+    before = "from ssmd import server; server.GRACE_S = 0.0"
+    with running(tmp_path, str(artifact), extra={"SSMD_DRAIN": "200ms"}, before=before) as (process, served):
+        with long_stream(served, artifact.name) as one:
+            process.send_signal(signal.SIGTERM)
+            assert b'"code":"shutting_down"' in rest(one)
+        assert process.wait(20) == 0
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
 def test_a_hangup_ends_it_as_sigterm_does(artifact: Path, tmp_path: Path) -> None:
     """A closing terminal sends it twice: by the shell and by the kernel."""

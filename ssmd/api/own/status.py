@@ -42,7 +42,7 @@ def health(on: Service) -> Endpoint:
     host = on.host
 
     def look() -> JSONResponse:
-        draining, starting, problem = host.draining, host.starting, host.problem
+        draining, starting, problem = host.draining or host.leaving, host.starting, host.problem
         model = host.foremost()
         manifest = None if model is None else model.found.manifest
         fields: dict[str, object] = {

@@ -56,6 +56,7 @@ class Host:
         """
         self.shelf, self.metrics, self.writer = shelf, metrics, writer
         self.draining = False
+        self.leaving = False  # /health says that the daemon ends; requests are still answered
         self._keep_alive_s, self._max_waiting = keep_alive_s, max_waiting
         self._loader = Loader(shelf, open_, trial, metrics, keep_alive_s=keep_alive_s, budget=budget)
         metrics.live = self.live
@@ -93,6 +94,12 @@ class Host:
     def working(self) -> bool:
         """Return True if the worker of any loaded model runs."""
         return any(engine.working for engine in self._loader.engines())
+
+    @property
+    def busy(self) -> bool:
+        """Return True if a request has a model, or waits for one."""
+        with self._loader.changed:
+            return any(h.leases or h.waiting for h in self._loader.hosted.values())
 
     def check(self, client: str) -> None:
         """Raise Rejection if no model would accept a request of this client now."""
@@ -206,7 +213,7 @@ class Host:
         with self._loader.changed:
             models = [(h.status, h.stage, h.pinned, len(h.waiting), h.idle_until) for h in self._loader.hosted.values()]
             busy = any(h.leases for h in self._loader.hosted.values())
-        state = self.draining, self._loader.starting, self.problem, busy
+        state = self.draining, self.leaving, self._loader.starting, self.problem, busy
         return (models, state), (self.metrics.changes, time.monotonic() if busy else None)
 
     def loading(self) -> list[dict[str, object]]:
@@ -275,7 +282,7 @@ class Host:
             raise refused(hosted.model.id, why, code="queue_full", retry_after_s=RETRY_AFTER_S)
 
     def _state(self, running: bool) -> str:
-        if self.draining:
+        if self.draining or self.leaving:
             return DRAINING
         if self._loader.starting:
             return "starting"
