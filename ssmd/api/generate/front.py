@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from ssmd.api.generate.answer import Answer, ParsedRequest, Read, Receipt, ResponseInfo, WholeChoice
 from ssmd.api.generate.delivery import AnswerStopped, ClientGone, Delivery
 from ssmd.api.generate.fair_reading import LONG_BYTES, Gate, client_of
-from ssmd.api.generate.idempotency import Repeats, RequestIdentity, in_place_of, read_mark
+from ssmd.api.generate.idempotency import OVERTAKEN, Attempt, Repeats, RequestIdentity, in_place_of, read_mark
 from ssmd.api.generate.in_flight import InFlightAnswer, InFlightAnswers
 from ssmd.api.http import access, sse
 from ssmd.api.http.body import parse_object, read_body
@@ -36,6 +36,7 @@ from ssmd.engine.request import Delta, Event, Failure, Finish, Recall, Request, 
 from ssmd.engine.sampling.trial import PendingTrial
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.domain import Domain
+from ssmd.sessions.reply import Reply
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,6 +85,8 @@ class Front:
                 whole: Mapping[str, Any] | bytes | None = exchange.accepted
                 if whole is None:
                     whole = await _whole(exchange.parsed.answer(head), exchange.first, delivery)
+                    if (other := await exchange.overtaken()) is not None:
+                        head, whole = other, await _whole(exchange.parsed.answer(other), exchange.first, delivery)
                 kind = Response if isinstance(whole, bytes) else JSONResponse
                 await kind(whole, headers=head.headers, media_type="application/json")(scope, receive, send)
             ended = True
@@ -157,6 +160,8 @@ class Front:
                 event = await delivery.next()
             if isinstance(event, Failure):
                 await stream.write(answer.failure(event.error))
+            elif isinstance(event, Finish) and await exchange.overtaken() is not None:
+                await stream.write(answer.failure(OVERTAKEN))
             elif isinstance(event, Finish):
                 await _write_all(stream, answer.ending(event.finish_reasons, event.usage))
         except (ClientGone, sse.ClientStalled):
@@ -184,6 +189,7 @@ class _Exchange:
         self._mark: RequestIdentity | None = None
         self._request: Request | None = None
         self._answering: InFlightAnswer | None = None
+        self._attempt: Attempt | None = None
         self._asked = self._arrived  # perf_counter at which it asked for the model
 
     @property
@@ -247,15 +253,13 @@ class _Exchange:
             earlier = self._front.repeats.accepted(self._mark)
             if earlier:
                 return await self._join(earlier, self.parsed.receipt)
-        attempt, reply = await self._front.repeats.enter(self._mark, self.delivery, self._client)
+        elsewhere = self._request.domain if self.parsed.receipt is None else None  # a receipt's events are kept here
+        attempt, reply = await self._front.repeats.enter(self._mark, self.delivery, self._client, elsewhere)
         if reply is not None and reply.complete:
             attempt.end()
-            said, self.retold = reply.answer, self.parsed.receipt is not None and self.parsed.stream
-            if not self.retold:
-                self.delivery.replay(events(reply))
-            return self._begun(
-                ResponseInfo(said["id"], said["created"], reply.session, self._caller.name, replayed=True)
-            )
+            self.retold = self.parsed.receipt is not None and self.parsed.stream
+            return self._replayed(reply)
+        self._attempt = attempt
         try:
             self.delivery.check()
             attempt.accepted = self._request.id if self.parsed.receipt is not None else ""
@@ -293,6 +297,24 @@ class _Exchange:
             else:
                 self.head.cancel()
         self._lease.close()
+
+    async def overtaken(self) -> ResponseInfo | None:
+        """Return the head of another machine's answer, whose events are delivered next, if that one counts.
+
+        So it is where this machine slept while it answered, and another one took over. Raises Rejection, ClientGone.
+        """
+        if self._attempt is None or self._request is None:
+            return None
+        domain, ask = self._request.domain, self._front.repeats.overtaken
+        reply = await ask(self._attempt, domain, self.delivery, self._client)
+        return None if reply is None else self._replayed(reply)
+
+    def _replayed(self, reply: Reply) -> ResponseInfo:
+        """Return the head of an earlier answer, and deliver its events, but for one that a receipt tells again."""
+        said = reply.answer
+        if not self.retold:
+            self.delivery.replay(events(reply))
+        return self._begun(ResponseInfo(said["id"], said["created"], reply.session, self._caller.name, replayed=True))
 
     def _begun(self, head: ResponseInfo) -> ResponseInfo:
         self.head = self.parsed.headed(head)

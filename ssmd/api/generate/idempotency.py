@@ -25,8 +25,11 @@ from ssmd.api.generate.delivery import Delivery
 from ssmd.api.generate.fair_reading import FairPool
 from ssmd.api.http.body import brief
 from ssmd.engine.host.host import Host
+from ssmd.engine.persist.replay import can_replay
 from ssmd.engine.request import Event, Finish, Request
 from ssmd.engine.terms import Rejection
+from ssmd.sessions.domain import Domain
+from ssmd.sessions.remote.claims import Claims, Held, RemoteReply, UnderWay
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.turn import StoreError
 
@@ -35,7 +38,14 @@ REPLAYED = "Idempotent-Replayed"
 NAMED_LASTS = timedelta(hours=24)
 RETRY_LASTS = timedelta(minutes=10)
 FAILURE_LASTS_S = 120.0  # the longest that the OpenAI SDK lets a server delay its retry
+ELSEWHERE_S = 600.0  # s that a request waits while another machine answers it
+LOOK_S = 0.25  # s between looks if that has ended
 MOST_FAILURES = 10_000  # most failures that are kept; of more the oldest are forgotten
+OVERTAKEN = Rejection(
+    f"another machine answered the request with this {HEADER} meanwhile: send it again to get that answer",
+    status=409,
+    code="answered_elsewhere",
+)
 _NAME = re.compile(r"[\x20-\x7e]{1,255}")
 _RETRY = re.compile(r"[1-9][0-9]{0,3}")
 _RETRIED = frozenset({408, 409, 429})  # and all from 500 on
@@ -84,6 +94,7 @@ class Attempt:
         self.mark = mark
         self.ended = asyncio.Event()
         self.accepted = ""  # the id of its answer, if that goes on without its client
+        self.held: Held | None = None  # its claim in the remote
         self._repeats = repeats
         self._generation = ""
 
@@ -98,6 +109,7 @@ class Attempt:
             return
         self.ended.set()
         self._repeats.forget(self)
+        self._repeats.give_up(self, stored=isinstance(how, Finish) and how.usage.stored)
         if isinstance(how, Rejection):
             failed = how.status >= 500 or how.status in _RETRIED
         else:
@@ -126,11 +138,14 @@ class Repeats:
             raise _reused()
         return running[-1].accepted
 
-    async def enter(self, mark: RequestIdentity, delivery: Delivery, client: str) -> tuple[Attempt, Reply | None]:
+    async def enter(
+        self, mark: RequestIdentity, delivery: Delivery, client: str, elsewhere: Domain | None = None
+    ) -> tuple[Attempt, Reply | None]:
         """Return a new attempt, which the caller ends, and the stored reply to the request that it repeats, or None.
 
-        A complete reply is to be replayed; one that broke off is to be replaced. Raises Rejection, and ClientGone or
-        AnswerStopped while it waits.
+        A complete reply is to be replayed; one that broke off is to be replaced. elsewhere: the domain of a request
+        that another machine may have answered; None asks no other. Raises Rejection, and ClientGone or AnswerStopped
+        while it waits.
         """
         key, failed = mark.key, list[str]()
         if key.named:
@@ -154,6 +169,8 @@ class Repeats:
                 reply = await self._pool.run(partial(writer.reply, key), client, delivery=delivery)
             if reply is not None and reply.body != key.body:
                 raise _reused()
+            if elsewhere is not None and key.named and (reply is None or not reply.complete):
+                reply = await self._elsewhere(attempt, elsewhere, delivery, client) or reply
         except StoreError as err:  # the request may have run before, so it must not run now
             attempt.end()
             raise Rejection(str(err), status=503, code="store_error", retry_after_s=1) from err
@@ -163,6 +180,59 @@ class Repeats:
         if reply is not None and reply.complete and failed and reply.answer["id"] not in failed:
             return attempt, None  # a later request with this body failed, and was not written
         return attempt, reply
+
+    async def _elsewhere(self, attempt: Attempt, domain: Domain, delivery: Delivery, client: str) -> Reply | None:
+        """Return the answer of another machine, after it has ended; None if the request is to be answered here.
+
+        Then the attempt has a claim on it, if the remote could be asked. Raises Rejection, ClientGone, AnswerStopped.
+        """
+        link = None if self._host.writer is None else self._host.writer.remote
+        key, over, ends = attempt.mark.key, 0, time.monotonic() + ELSEWHERE_S
+        while link is not None:
+            claims = link.claims
+
+            def ask(claims: Claims = claims, over: int = over) -> Held | RemoteReply | UnderWay | None:
+                found = claims.claim(key, domain, over)
+                if isinstance(found, Held):
+                    attempt.held = found
+                    if attempt.ended.is_set():  # its client left meanwhile
+                        claims.end(found, stored=False)
+                return found
+
+            found = await self._pool.run(ask, client, delivery=delivery)
+            if isinstance(found, RemoteReply):
+                if can_replay(found.reply):
+                    return found.reply
+                over = found.fence
+            elif not isinstance(found, UnderWay):
+                return None
+            elif found.body != key.body:
+                raise _reused()
+            elif time.monotonic() > ends:
+                raise Rejection(
+                    f"another machine still answers the request with this {HEADER}: send it again later",
+                    status=503,
+                    code="answered_elsewhere",
+                    retry_after_s=30,
+                )
+            else:
+                again = asyncio.Event()
+                asyncio.get_running_loop().call_later(LOOK_S, again.set)
+                await delivery.unless_gone(again)
+        return None
+
+    async def overtaken(self, attempt: Attempt, domain: Domain, delivery: Delivery, client: str) -> Reply | None:
+        """Return the answer of another machine that took over a request, after it was answered here; else None."""
+        if attempt.held is None or not attempt.held.lost:
+            return None
+        attempt.held = None
+        return await self._elsewhere(attempt, domain, delivery, client)
+
+    def give_up(self, attempt: Attempt, *, stored: bool) -> None:
+        """Note in the remote that an attempt ended. Returns at once."""
+        writer = self._host.writer
+        if attempt.held is not None and writer is not None and writer.remote is not None:
+            writer.remote.claims.end(attempt.held, stored=stored)
 
     def forget(self, attempt: Attempt) -> None:
         running = self._running[attempt.mark.key.digest]

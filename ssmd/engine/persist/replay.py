@@ -157,6 +157,17 @@ def events(reply: Reply) -> list[Event]:
     return [*deltas, Finish(tuple(answer["finish_reasons"]), _usage(answer["usage"]))]
 
 
+def can_replay(reply: Reply) -> bool:
+    """Return True if a reply has all that its events need. One of another machine may have anything."""
+    try:
+        answer = reply.answer
+        is_text = isinstance(answer["id"], str) and isinstance(answer["created"], int)
+        last = events(reply)[-1]
+        return is_text and isinstance(last, Finish) and len(last.finish_reasons) == len(reply.texts)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        return False
+
+
 def _usage(told: dict[str, Any]) -> Usage:
     """Read the usage of a stored reply. Earlier versions stored text and state together, without `state_stored`."""
     return Usage(**{"state_stored": told["stored"], **told, "remote": None})  # it is sent meanwhile, or not

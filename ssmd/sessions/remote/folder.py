@@ -48,7 +48,7 @@ class FolderRemote(MountedFolder):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, MARK, "the remote")
-        self.packs = FolderPacks(self)
+        self.packs, self.replies = FolderPacks(self), None
 
     @staticmethod
     def open(root: Path, *, create: bool) -> FolderRemote:

@@ -21,6 +21,7 @@ from ssmd.sessions.domain import Domain
 from ssmd.sessions.match import Echo
 from ssmd.sessions.remote.arrivals import fetch_path, receive
 from ssmd.sessions.remote.body import remote_turn
+from ssmd.sessions.remote.claims import Claims
 from ssmd.sessions.remote.ends import EndBody, RemoteReader, find_end, send_end, take_end
 from ssmd.sessions.remote.remote import Blobs, InvalidTurn, Remote, RemoteError, RemoteState, RemoteTurn, TurnPlace
 from ssmd.sessions.rows import outbox
@@ -59,10 +60,12 @@ def send(
     stopped: Callable[[], bool] = lambda: False,
     sent_of: Callable[[str], None] = lambda session: None,
     removed: Callable[[], None] = lambda: None,
+    published: Callable[[set[str]], None] = lambda turns: None,
 ) -> int:
     """Send what waits in the outbox. Returns how many rows. Raises RemoteError, StoreError.
 
     sent_of: called with the session of each turn that was sent. removed: called when rows have left the outbox.
+    published: called before that, with the turns that were sent.
     """
     done = 0
     while not stopped():
@@ -70,7 +73,7 @@ def send(
             rows = outbox.read(connection, _AT_ONCE)
         if not rows:
             break
-        sent: list[int] = []
+        sent, turns = list[int](), set[str]()
         for group in _groups(store, rows):
             if stopped():
                 break
@@ -80,7 +83,9 @@ def send(
                 remote.publish(group.turns)
                 for turn in group.turns:
                     sent_of(turn.place.session)
+                    turns.add(turn.place.turn)
             sent += group.rows
+        published(turns)
         with store.writing() as connection:
             outbox.remove(connection, sent)
         removed()
@@ -261,6 +266,7 @@ class Link:
         self._fetching = threading.Lock()  # held while a state is in memory, which may take MAX_PACK_BYTES
         self._resting = RestingEnds(clock)  # for the thread alone
         self._bandwidth = Bandwidth()
+        self.claims = Claims(store, self)
         self._thread = threading.Thread(target=self._run, name="ssmd-remote", daemon=True)
         store.shares = self._wake.set
 
@@ -279,6 +285,7 @@ class Link:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(2 * CLOSE_S)
+        self.claims.close(self._remote)
         if (remote := self._remote) is not None:
             remote.close()
 
@@ -371,7 +378,12 @@ class Link:
             if chains and remote is not None and self._may_ask():
                 self._fetch(remote, chains, domain, session, reader)
         except StoreError as err:
-            self._failed(err)
+            self.failed(err)
+
+    def ask(self, seconds: float, work: Callable[[Remote], _T]) -> _T | None:
+        """Do work on the remote, for so long at most; None if the remote is away. Raises RemoteError."""
+        remote = self._remote
+        return self._within(seconds, partial(work, remote)) if remote is not None and self._may_ask() else None
 
     def _fetch(
         self,
@@ -485,7 +497,8 @@ class Link:
                 self._remote = remote
         return remote
 
-    def _failed(self, err: StoreError) -> None:
+    def failed(self, err: StoreError) -> None:
+        """Note that the remote failed, or the store. Requests do not ask for OFFLINE_S, unless it can be read."""
         reached, until = not isinstance(err, RemoteError), time.monotonic() + OFFLINE_S
         answers = isinstance(err, RemoteError) and err.refused
         with self._lock:
@@ -549,12 +562,13 @@ class Link:
                 if time.monotonic() - looked >= LOOK_S:
                     purge(self._store, remote)
                     looked = time.monotonic()
-                send(self._store, remote, self._is_over, self._resting.note, self._went)
+                record = partial(self.claims.record, remote)
+                send(self._store, remote, self._is_over, self._resting.note, self._went, record)
                 self._well()
                 self._send_ends(remote)
                 wait_s = min(wait_s, self._resting.wait_s)
             except StoreError as err:
-                self._failed(err)
+                self.failed(err)
                 wait_s = OFFLINE_S
             except Exception:
                 log.exception("sending to the remote failed")

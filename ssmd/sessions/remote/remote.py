@@ -57,6 +57,50 @@ class RemoteTurn:
     body: bytes
 
 
+@dataclass(frozen=True)
+class ReplyClaim:
+    """A request that this machine may answer, by its key. fence: higher than that of each earlier claim of the key."""
+
+    key: bytes
+    token: str
+    fence: int
+
+
+@dataclass(frozen=True)
+class ReplyRow:
+    """A key that was claimed before. request: hash of its request. answer: JSON; None while a machine works on it."""
+
+    request: bytes
+    fence: int
+    session: str
+    turns: tuple[str, ...]
+    answer: bytes | None
+
+
+class Replies(Protocol):
+    """The answers of a remote by `Idempotency-Key`, and the claims of the machines that work on one.
+
+    All methods raise RemoteError. A claim ends by itself after `lease_s`, by the remote's own clock.
+    """
+
+    def claim(
+        self, key: bytes, request: bytes, token: str, *, lease_s: float, lasts_s: float, over: int = 0
+    ) -> ReplyClaim | ReplyRow:
+        """Take a key to answer its request; else return its row, which has an answer or is another machine's.
+
+        token: a random name of the attempt. over: fence of a row whose answer cannot be read, and is to be replaced.
+        """
+
+    def renew(self, claim: ReplyClaim, lease_s: float) -> bool:
+        """Prolong a claim. Returns False if another machine has the key by now."""
+
+    def record(self, claim: ReplyClaim, session: str, turns: Sequence[str], answer: bytes) -> bool:
+        """Keep the answer to a claimed key. Returns False if another machine has the key by now: nothing is kept."""
+
+    def release(self, claim: ReplyClaim) -> None:
+        """Give a key back without an answer, if it is still this machine's."""
+
+
 class Blobs(Protocol):
     """The packs of a remote, each named by the BLAKE2b-256 of its bytes. All methods raise RemoteError."""
 
@@ -101,6 +145,10 @@ class Remote(Protocol):
     @property
     def packs(self) -> Blobs | None:
         """Return the packs that hold states; None if this remote keeps none."""
+
+    @property
+    def replies(self) -> Replies | None:
+        """Return the answers by key; None if this remote keeps none."""
 
     def end(self, place: TurnPlace) -> bytes | None:
         """Read the row that describes a turn's end state; None if no machine sent one. Raises InvalidTurn."""

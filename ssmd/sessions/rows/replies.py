@@ -60,6 +60,11 @@ def find_reply(connection: Connection, key: ReplyKey) -> Reply | None:
     return Reply(row.body, turns[names[0]].session, tuple(names), texts, bool(row.complete), answer)
 
 
+def drop_reply(connection: Connection, digest: bytes) -> None:
+    """Remove the reply under a key; its turns stay."""
+    connection.execute(_SAME, {"digest": digest})
+
+
 def read_usages(connection: Connection, session_id: str) -> dict[str, Mapping[str, Any]]:
     """Return the usage of the answers of a session's turns, by turn. Answers without a whole reply are left out."""
     of = select(turn_table.c.id).where(tree.belongs(session_id))

@@ -23,7 +23,7 @@ from ssmd.sessions.remote.postgres import server as server_module
 from ssmd.sessions.remote.postgres.address import read_address
 from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 from ssmd.sessions.remote.postgres.server import Server
-from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, TurnPlace
+from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, ReplyClaim, TurnPlace
 
 FIRST = TurnPlace("ses_1", "t1")
 
@@ -139,8 +139,8 @@ def test_a_read_only_server_still_answers(remote: PostgresRemote, database: Data
 
 
 def test_a_newer_remote_is_refused(remote: PostgresRemote, database: DatabasePlace) -> None:
-    database.sql("UPDATE ssmd.remote SET format = 2")
-    said = "is of format 2, and this version of ssmd knows 1"
+    database.sql("UPDATE ssmd.remote SET format = 3")
+    said = "is of format 3, and this version of ssmd knows 2"
     with pytest.raises(RemoteError, match=said) as failed:
         PostgresRemote.open(database.setting, create=True)
     assert failed.value.lasting
@@ -209,6 +209,17 @@ def test_a_lease_goes_to_one_machine(remote: PostgresRemote, connected: Server, 
     assert leases.acquire(connected, "sweep", 60) is None
     leases.release(connected, second)
     assert remote.sweep() == (0, 0)
+
+
+def test_an_earlier_remote_gets_new_tables(remote: PostgresRemote, database: DatabasePlace) -> None:
+    """Its turns stay, and are served to daemons of this version."""
+    remote.publish([turn("t1")])
+    database.sql("DROP TABLE ssmd.reply")
+    database.sql("UPDATE ssmd.remote SET format = 1")
+    opened = PostgresRemote.open(database.setting, create=False)
+    assert opened.turns("ses_1") == ["t1"]
+    assert opened.replies.claim(bytes(32), bytes(32), "a", lease_s=1, lasts_s=9) == ReplyClaim(bytes(32), "a", 1)
+    opened.close()
 
 
 def test_a_lost_lease_stops_a_migration(connected: Server, database: DatabasePlace) -> None:

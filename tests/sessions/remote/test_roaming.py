@@ -31,7 +31,7 @@ class Machine:
     """A machine of one user: a data directory, and the daemon over it."""
 
     def __init__(self, at: Path, artifact: Path, remote: Path | str) -> None:
-        self.data = at
+        self.data, self.name = at, ""
         lay_store(at)
         self.daemon = DaemonProcess(artifact, at, "--remote", str(remote))
         self.daemon.before = PATIENT

@@ -18,6 +18,7 @@ from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.packs import FORMAT, FolderPacks, MountedFolder
 from ssmd.sessions.remote.postgres import leases, schema
 from ssmd.sessions.remote.postgres.address import read_address
+from ssmd.sessions.remote.postgres.replies import DatabaseReplies
 from ssmd.sessions.remote.postgres.server import Server
 from ssmd.sessions.remote.remote import (
     MAX_BODY_BYTES,
@@ -82,6 +83,9 @@ _DROP_TURNS = text("""
 _DROP_ENDS = text("""
     DELETE FROM ssmd.ending AS u WHERE session = ANY(CAST(:sessions AS text[]))
     AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) RETURNING pack""")
+_DROP_REPLIES = text("""
+    DELETE FROM ssmd.reply AS u WHERE session = ANY(CAST(:sessions AS text[]))
+    AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name = u.session OR t.name = ANY(u.turns))""")
 _ANY_BURIED = text("SELECT EXISTS (SELECT FROM ssmd.tombstone WHERE name = ANY(CAST(:names AS text[])))")
 _LEFT = text("""
     SELECT DISTINCT session FROM ssmd.ending AS u
@@ -99,7 +103,7 @@ class PostgresRemote:
 
     def __init__(self, server: Server, packs: DatabasePacks | None) -> None:
         """packs: None if no folder for bytes is named: then no states are sent or fetched."""
-        self._server, self.packs = server, packs
+        self._server, self.packs, self.replies = server, packs, DatabaseReplies(server)
 
     @staticmethod
     def open(url: str, *, create: bool) -> PostgresRemote:
@@ -243,6 +247,7 @@ class PostgresRemote:
 
         def drop(connection: Connection) -> set[str]:
             connection.execute(_DROP_TURNS, values)
+            connection.execute(_DROP_REPLIES, values)
             return set(connection.scalars(_DROP_ENDS, values))
 
         self._remove_packs(self._server.write(drop))

@@ -56,6 +56,21 @@ STEPS: tuple[tuple[str, ...], ...] = (  # the first makes a remote of format 1
             name text COLLATE "C" PRIMARY KEY,
             at timestamptz NOT NULL DEFAULT now())""",
     ),
+    (
+        """CREATE TABLE ssmd.reply (
+            key bytea PRIMARY KEY,
+            request bytea NOT NULL,
+            token text COLLATE "C" NOT NULL,
+            fence bigint NOT NULL,
+            until timestamptz NOT NULL,
+            expires timestamptz NOT NULL,
+            session text COLLATE "C",
+            turns text[] COLLATE "C",
+            answer bytea,
+            digest bytea)""",
+        "CREATE INDEX reply_expires ON ssmd.reply (expires)",
+        "CREATE INDEX reply_session ON ssmd.reply (session)",
+    ),
 )
 FORMAT = len(STEPS)
 _MARK = text("SELECT to_regclass('ssmd.remote') IS NOT NULL")
