@@ -39,8 +39,6 @@ from daemon_process import DaemonProcess, conditions
 from keeping import BUILD, LINEAGE, PRODUCER, RECURRENT, VOCABULARY, Chat, new_store, user
 from pooler import Pooler
 
-from ssmd.config import Settings
-from ssmd.installed import resolve
 from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.remote.ends import RemoteReader
@@ -64,7 +62,7 @@ def percentiles(values: list[float], *which: float) -> list[float]:
 
 
 def answers(name: str, requests: int) -> None:
-    artifact = opened().get(name) or resolve(name, Settings().models_dir, "auto")
+    artifact = Path(name) if Path(name).is_dir() else opened()[name]
     with tempfile.TemporaryDirectory() as at, contextlib.ExitStack() as held:
         on, gone = Cluster(*SERVER), Cluster(*SERVER)
         held.callback(on.close)
@@ -311,7 +309,7 @@ def roam(machines: list[Machine], count: int) -> list[bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("answers", "outbox", "known", "fleet"))
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", default="mamba-f32", help="an artifact's folder, or a tiny one of the tests")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--machines", type=int)
     parser.add_argument("--seconds", type=int)
