@@ -1,10 +1,13 @@
 """The speed of a remote in PostgreSQL, in parts, each of which prints a table.
 
-    benchmarks/remote_speed.py answers [--model NAME]   TTFT and commit of one daemon each: without a remote, with one,
-                                                        with one that refuses connections, with one that is silent
-    benchmarks/remote_speed.py outbox [--machines 30]   seconds from a commit until the remote has its turn
-    benchmarks/remote_speed.py known [--rows 10000000]  ms of the look-up of a conversation among so many turns
-    benchmarks/remote_speed.py fleet [--machines 1000]  rows, bytes, requests and CPU a turn, with PgBouncer between
+    benchmarks/remote_speed.py answers [--model NAME]
+    benchmarks/remote_speed.py outbox [--machines 30]
+    benchmarks/remote_speed.py known [--rows 10000000]
+    benchmarks/remote_speed.py fleet [--machines 1000]
+
+*answers*: TTFT and commit of daemons without a remote, with one, with one that refuses, and with one that is silent.
+*outbox*: seconds from a commit until the remote has its turn. *known*: ms to look up a conversation among so many turns.
+*fleet*: rows, bytes, requests and CPU a turn, with PgBouncer between.
 
 The server is a real one, with its data in a temporary folder and fsync on. In `outbox` and `fleet` machines are
 stores and links of the real code, without models, in one process. In `fleet` all of them are at work at once, and 1

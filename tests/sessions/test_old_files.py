@@ -72,7 +72,9 @@ def test_a_database_of_0011_gets_the_newer_tables(database: Path) -> None:
         "receipt": [],
         "outbox": [],
         "remote_session": [],
-        "alembic_version": [("0013",)],
+        "remote_mark": [],
+        "buried_turn": [],
+        "alembic_version": [("0014",)],
     }
 
 

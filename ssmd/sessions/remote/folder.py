@@ -6,6 +6,7 @@
     ends/<2 digits>/<session>/<turn>       a state's row: a line of JSON with its pack, as of a turn; then the row
     packs/<2 digits>/<BLAKE2b-256>         the bytes of a state
     buried/<session or turn>               an empty file
+    machines/<random name>                 how often the machine has sent something
 
 A file is written under another name, flushed, and then gets its own, which it keeps: so a reader finds all of it or
 nothing. The turn comes before its chain, which makes it known; the tombstone comes before all that it removes. So a
@@ -60,6 +61,27 @@ class FolderRemote(MountedFolder):
     @property
     def name(self) -> str:
         return str(self.root)
+
+    @property
+    def identity(self) -> str:
+        return str(self.root.absolute())
+
+    def mark_of(self, machine: str) -> int:
+        """Return the mark that a machine has set; 0 without one."""
+        with self._errors():
+            try:
+                folder = self.root / "machines"
+                return int(read_file(folder / machine, _MAX_HEAD)) if self._is_folder(folder) else 0
+            except (FileNotFoundError, ValueError):
+                return 0
+
+    def set_mark(self, machine: str, mark: int) -> None:
+        """Keep a machine's mark, unless a higher one is kept."""
+        if self.mark_of(machine) < mark:
+            with self._errors():
+                folder = self.root / "machines"
+                self._folder(folder)
+                self._write(folder, machine, f"{mark}\n".encode())
 
     def close(self) -> None:
         """Close nothing: a folder keeps no connection."""

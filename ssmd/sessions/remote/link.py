@@ -23,6 +23,7 @@ from ssmd.sessions.remote.arrivals import fetch_path, receive
 from ssmd.sessions.remote.body import remote_turn
 from ssmd.sessions.remote.claims import Claims
 from ssmd.sessions.remote.ends import EndBody, RemoteReader, find_end, send_end, take_end
+from ssmd.sessions.remote.recovery import confirm, recover
 from ssmd.sessions.remote.remote import Blobs, InvalidTurn, Remote, RemoteError, RemoteState, RemoteTurn, TurnPlace
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.rows.outbox import OutboxRow
@@ -73,6 +74,9 @@ def send(
             rows = outbox.read(connection, _AT_ONCE)
         if not rows:
             break
+        if not done:
+            for session in recover(store, remote):
+                sent_of(session)
         sent, turns = list[int](), set[str]()
         for group in _groups(store, rows):
             if stopped():
@@ -86,8 +90,10 @@ def send(
                     turns.add(turn.place.turn)
             sent += group.rows
         published(turns)
+        mark = confirm(store, remote)
         with store.writing() as connection:
             outbox.remove(connection, sent)
+            outbox.set_mark(connection, mark)
         removed()
         done += len(sent)
     return done
@@ -147,12 +153,13 @@ def _turn(store: Store, row: OutboxRow) -> RemoteTurn | None:
 def purge(store: Store, remote: Remote) -> int:
     """Remove the sessions and turns that other machines have buried. Returns how many. Raises RemoteError, StoreError.
 
-    Sessions that this one has buried are buried again in a remote that does not know it, as after a restore.
+    Sessions and turns that this one has buried are buried again in a remote that does not know it.
     """
     there = set(remote.buried())
     with store.reading() as connection:
         shared = outbox.names_of(connection, "shared", "behind")
         mine = outbox.names_of(connection, "buried")
+        own = outbox.buried_turns(connection)
         turns = outbox.leaves_among(connection, sorted(there - shared - mine))
     gone = 0
     for session in sorted(shared & there):
@@ -163,6 +170,9 @@ def purge(store: Store, remote: Remote) -> int:
             outbox.set_standing(connection, session, "buried")
     for session in sorted(mine - there):
         remote.bury(session, None)
+    for turn in sorted(own.keys() - there):
+        if own[turn] not in mine | there:
+            remote.bury(own[turn], turn)
     for turn in turns:
         with contextlib.suppress(UnknownSession):
             store.remove_turn(turn, {})
@@ -560,6 +570,8 @@ class Link:
             try:
                 remote = self._opened()
                 if time.monotonic() - looked >= LOOK_S:
+                    for session in recover(self._store, remote):
+                        self._resting.note(session)
                     purge(self._store, remote)
                     looked = time.monotonic()
                 record = partial(self.claims.record, remote)

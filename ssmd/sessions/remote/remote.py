@@ -121,6 +121,16 @@ class Remote(Protocol):
     def name(self) -> str:
         """Return the folder's path, or the database's address, for messages."""
 
+    @property
+    def identity(self) -> str:
+        """Return a name that the remote keeps when it is put back from a backup, and that no other one has."""
+
+    def mark_of(self, machine: str) -> int:
+        """Return the mark that a machine has set; 0 without one."""
+
+    def set_mark(self, machine: str, mark: int) -> None:
+        """Keep a machine's mark, unless a higher one is kept."""
+
     def close(self) -> None:
         """Close what is open. Calls that are under way end."""
 

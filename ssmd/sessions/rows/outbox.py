@@ -6,15 +6,16 @@ tombstone. So a turn is sent at least once; the remote keeps it once, as its nam
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sqlalchemy import Connection, bindparam, delete, func, insert, select
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.holding import batches
-from ssmd.sessions.rows.schema import outbox, remote_session
+from ssmd.sessions.rows.schema import buried_turn, outbox, remote_mark, remote_session
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.turn import NewTurn, SessionInfo
 
@@ -22,7 +23,7 @@ MAX_WAITING = 100_000  # rows of the outbox: beyond it, conversations stay here 
 # shared: its turns are sent. behind: some were sent, then the outbox was full. local: none is sent any more.
 # buried: it was removed, here or elsewhere, and never comes back.
 Standing = Literal["shared", "behind", "local", "buried"]
-_o, _r, _t = outbox.c, remote_session.c, turn_table.c
+_o, _r, _t, _b, _m = outbox.c, remote_session.c, turn_table.c, buried_turn.c, remote_mark.c
 _STANDING = select(_r.standing).where(_r.id == bindparam("session"))
 _PARENT = select(_t.session).where(_t.id == bindparam("turn"))
 _ENDS = select(func.min(_o.id), func.max(_o.id))
@@ -108,10 +109,57 @@ def bury(connection: Connection, session_id: str, own: Sequence[str]) -> None:
 
 def bury_turns(connection: Connection, session_id: str, turns: Sequence[str]) -> None:
     """Bury turns that are removed in this transaction from a session that stays, if the remote may have them."""
-    if standing(connection, session_id) is not None:
+    if turns and standing(connection, session_id) is not None:
         for some in batches(turns):
             connection.execute(delete(outbox).where(_o.turn.in_(some)))
+            connection.execute(delete(buried_turn).where(_b.turn.in_(some)))
+        connection.execute(insert(buried_turn), [{"turn": turn, "session": session_id} for turn in turns])
         _add(connection, session_id, turns, buried=True)
+
+
+def buried_turns(connection: Connection) -> dict[str, str]:
+    """Return the turns that were removed from sessions that stayed, and the session of each."""
+    return {row.turn: row.session for row in connection.execute(select(_b.turn, _b.session))}
+
+
+def add_again(connection: Connection, session_id: str, turns: Sequence[str]) -> None:
+    """Put turns of a shared session into the outbox that the remote has lost, but for those that wait there."""
+    if standing(connection, session_id) == "shared":
+        _add(connection, session_id, [turn for turn in turns if not waits(connection, turn)])
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a remote has confirmed. machine: this one's name there. confirmed: how often rows have left the outbox."""
+
+    remote: str
+    machine: str
+    confirmed: int
+
+    @property
+    def next(self) -> Mark:
+        return Mark(self.remote, self.machine, self.confirmed + 1)
+
+
+def read_mark(connection: Connection, remote: str) -> Mark | None:
+    """Return what a remote has confirmed; None if nothing was sent to it."""
+    row = connection.execute(select(_m.machine, _m.confirmed).where(_m.remote == remote)).one_or_none()
+    return None if row is None else Mark(remote, row.machine, row.confirmed)
+
+
+def new_mark(connection: Connection, remote: str) -> Mark:
+    """Name this machine in a remote. Returns what it has confirmed, if another process did so meanwhile."""
+    found = read_mark(connection, remote)
+    if found is None:
+        found = Mark(remote, secrets.token_hex(16), 0)
+        connection.execute(insert(remote_mark).values(remote=remote, machine=found.machine, confirmed=0))
+    return found
+
+
+def set_mark(connection: Connection, mark: Mark) -> None:
+    """Store what a remote has confirmed, unless more is stored."""
+    mine = (_m.remote == mark.remote, _m.confirmed < mark.confirmed)
+    connection.execute(update(remote_mark).where(*mine).values(confirmed=mark.confirmed))
 
 
 def read(connection: Connection, most: int) -> list[OutboxRow]:

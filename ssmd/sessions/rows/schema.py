@@ -224,6 +224,23 @@ remote_session = Table(
     Column("standing", String(8), nullable=False),  # outbox.Standing
 )
 
+# By remote: this machine's name there, and how often the remote has confirmed to have what left the outbox.
+remote_mark = Table(
+    "remote_mark",
+    metadata,
+    Column("remote", String(4096), primary_key=True),
+    Column("machine", String(32), nullable=False),
+    Column("confirmed", BigInteger, nullable=False),
+)
+
+# Removed from sessions that the remote may have, and that stay. Kept for ever, as sessions that are buried.
+buried_turn = Table(
+    "buried_turn",
+    metadata,
+    Column("turn", String(64), primary_key=True),
+    Column("session", String(64), nullable=False),
+)
+
 
 def seen(owner: Any) -> Any:
     """Build the condition that a row with this owner column is visible. `by` gives its values."""

@@ -139,8 +139,8 @@ def test_a_read_only_server_still_answers(remote: PostgresRemote, database: Data
 
 
 def test_a_newer_remote_is_refused(remote: PostgresRemote, database: DatabasePlace) -> None:
-    database.sql("UPDATE ssmd.remote SET format = 3")
-    said = "is of format 3, and this version of ssmd knows 2"
+    database.sql("UPDATE ssmd.remote SET format = 4")
+    said = "is of format 4, and this version of ssmd knows 3"
     with pytest.raises(RemoteError, match=said) as failed:
         PostgresRemote.open(database.setting, create=True)
     assert failed.value.lasting
@@ -214,7 +214,7 @@ def test_a_lease_goes_to_one_machine(remote: PostgresRemote, connected: Server, 
 def test_an_earlier_remote_gets_new_tables(remote: PostgresRemote, database: DatabasePlace) -> None:
     """Its turns stay, and are served to daemons of this version."""
     remote.publish([turn("t1")])
-    database.sql("DROP TABLE ssmd.reply")
+    database.sql("DROP TABLE ssmd.reply, ssmd.machine")
     database.sql("UPDATE ssmd.remote SET format = 1")
     opened = PostgresRemote.open(database.setting, create=False)
     assert opened.turns("ses_1") == ["t1"]

@@ -94,6 +94,11 @@ _BURIED = text("SELECT name FROM ssmd.tombstone LIMIT 1000000")
 _PACKS = text("""
     SELECT pack FROM ssmd.ending AS u
     WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
+_MARK_OF = text("SELECT mark FROM ssmd.machine WHERE name = :machine")
+_QUICKLY = text("SELECT set_config('synchronous_commit', 'off', true)")
+_SET_MARK = text("""
+    INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, :mark)
+    ON CONFLICT (name) DO UPDATE SET mark = greatest(old.mark, excluded.mark), at = now()""")
 _NAME = text("SELECT CAST(name AS text) AS name, packs FROM ssmd.remote")
 _HAS_PACKS = text("UPDATE ssmd.remote SET packs = true WHERE NOT packs")
 
@@ -104,6 +109,7 @@ class PostgresRemote:
     def __init__(self, server: Server, packs: DatabasePacks | None) -> None:
         """packs: None if no folder for bytes is named: then no states are sent or fetched."""
         self._server, self.packs, self.replies = server, packs, DatabaseReplies(server)
+        self._identity = ""
 
     @staticmethod
     def open(url: str, *, create: bool) -> PostgresRemote:
@@ -123,6 +129,25 @@ class PostgresRemote:
     @property
     def name(self) -> str:
         return self._server.name
+
+    @property
+    def identity(self) -> str:
+        if not self._identity:
+            self._identity = str(self._server.read(lambda connection: connection.execute(_NAME).one()).name)
+        return self._identity
+
+    def mark_of(self, machine: str) -> int:
+        """Return the mark that a machine has set; 0 without one."""
+        return int(self._server.read(lambda connection: connection.scalar(_MARK_OF, {"machine": machine})) or 0)
+
+    def set_mark(self, machine: str, mark: int) -> None:
+        """Keep a machine's mark, unless a higher one is kept."""
+
+        def keep(connection: Connection) -> None:
+            connection.execute(_QUICKLY)  # one that is lost with the server makes a machine look for lost turns
+            connection.execute(_SET_MARK, {"machine": machine, "mark": mark})
+
+        self._server.write(keep)
 
     def close(self) -> None:
         """Close its connections."""

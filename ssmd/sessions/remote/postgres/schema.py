@@ -71,6 +71,12 @@ STEPS: tuple[tuple[str, ...], ...] = (  # the first makes a remote of format 1
         "CREATE INDEX reply_expires ON ssmd.reply (expires)",
         "CREATE INDEX reply_session ON ssmd.reply (session)",
     ),
+    (
+        """CREATE TABLE ssmd.machine (
+            name text COLLATE "C" PRIMARY KEY,
+            mark bigint NOT NULL,
+            at timestamptz NOT NULL DEFAULT now())""",
+    ),
 )
 FORMAT = len(STEPS)
 _MARK = text("SELECT to_regclass('ssmd.remote') IS NOT NULL")
@@ -80,11 +86,11 @@ _FORMAT = text("SELECT format FROM ssmd.remote")
 
 def prepare(server: Server, *, create: bool) -> None:
     """Bring a database to this version's tables. create: make an empty one a remote. Raises RemoteError."""
-    version, marked, others = server.read(
+    version, others, marked = server.read(
         lambda connection: (
             int(connection.exec_driver_sql("SHOW server_version_num").scalar_one()) // 10_000,
-            connection.scalar(_MARK),
             connection.scalar(_OTHERS),
+            connection.scalar(_MARK),  # after the others: another machine may make it between the two
         )
     )
     if version < OLDEST:

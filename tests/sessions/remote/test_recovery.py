@@ -1,0 +1,185 @@
+"""A remote that is put back from an older backup: machines send what it lost, and their tombstones first."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from keeping import LINEAGE, SPECS, VOCABULARY, Chat, new_store
+from remotes import DatabasePlace, FolderPlace, Place
+from sessions.remote.test_roaming import until
+
+from ssmd.sessions.remote import link as link_module
+from ssmd.sessions.remote.ends import send_end
+from ssmd.sessions.remote.link import Link, purge, send
+from ssmd.sessions.remote.recovery import mark_of, recover
+from ssmd.sessions.remote.remote import Remote, RemoteError, TurnPlace
+from ssmd.sessions.remote.sharing import pull_session
+from ssmd.sessions.store import Store
+
+
+class Backup(Protocol):
+    def restore(self) -> None: ...
+
+
+class FolderBackup:
+    """A copy of the folder."""
+
+    def __init__(self, place: FolderPlace, at: Path) -> None:
+        self._place, self._at = place, at
+        shutil.copytree(place.root, at)
+
+    def restore(self) -> None:
+        shutil.rmtree(self._place.root)
+        shutil.copytree(self._at, self._place.root)
+
+
+class DatabaseBackup:
+    """A dump by pg_dump, and then a copy of the folder for bytes."""
+
+    def __init__(self, place: DatabasePlace, at: Path) -> None:
+        self._place, self._at = place, at
+        at.mkdir()
+        self._run("pg_dump", "--format=custom", "--file", str(at / "dump"))
+        shutil.copytree(place.packs, at / "packs")
+
+    def restore(self) -> None:
+        self._place.server.cut_off(self._place.database)
+        self._run("pg_restore", "--clean", "--if-exists", "--exit-on-error", str(self._at / "dump"))
+        shutil.rmtree(self._place.packs)
+        shutil.copytree(self._at / "packs", self._place.packs)
+
+    def _run(self, program: str, *words: str) -> None:
+        server = self._place.server
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not in PATH")
+        where = ["-h", str(server.sockets), "-p", str(server.port), "-U", "admin", "-d", self._place.database]
+        done = subprocess.run([program, *where, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def backup(place: Place, at: Path) -> Backup:
+    return FolderBackup(place, at) if isinstance(place, FolderPlace) else DatabaseBackup(place, at)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
+    both = new_store(tmp_path / "a"), new_store(tmp_path / "b")
+    for one in both:
+        one.shares = lambda: None
+    yield both
+    for one in both:
+        one.close()
+
+
+def shared(remote: Remote) -> dict[str, list[str]]:
+    return {session: sorted(remote.turns(session)) for session in ("ses_1", "ses_2", "ses_3", "ses_4", "ses_5")}
+
+
+def test_machines_send_again_what_a_backup_has_not(
+    stores: tuple[Store, Store], remote: Remote, place: Place, tmp_path: Path
+) -> None:
+    """Also turns of a machine that is gone, which this one has fetched. What was removed does not come back."""
+    a, b = stores
+    one = Chat(a, "ses_1", SPECS["hybrid"])
+    one.say("t1", None, "Tell me of a river.", "It flows.")
+    Chat(a, "ses_3").say("r1", None, "Remove me.", "Later.")
+    two = Chat(a, "ses_4")
+    two.say("s1", None, "And a lake?", "It is still.")
+    two.say("s2", "s1", "Remove this turn.", "Later.")
+    send(a, remote)
+    old = backup(place, tmp_path / "backup")
+    one.say("t2", "t1", "Where to?", "To the sea.")
+    Chat(b, "ses_2").say("o1", None, "Tell me of a hill.", "It is high.")
+    Chat(b, "ses_5").say("p1", None, "Only this machine knows this.", "Yes.")
+    a.delete("ses_3")
+    a.remove_turn("s2", {})
+    send(a, remote)
+    send(b, remote)
+    assert send_end(a, remote, "ses_1")
+    pull_session(a, remote, "ses_2", {LINEAGE: VOCABULARY})
+    whole = shared(remote)
+    assert whole == {"ses_1": ["t1", "t2"], "ses_2": ["o1"], "ses_3": [], "ses_4": ["s1"], "ses_5": ["p1"]}
+    assert recover(a, remote) == []
+    old.restore()
+    assert shared(remote) == {"ses_1": ["t1"], "ses_2": [], "ses_3": ["r1"], "ses_4": ["s1", "s2"], "ses_5": []}
+    assert recover(a, remote) == ["ses_1", "ses_2"]
+    assert shared(remote) == {"ses_1": ["t1"], "ses_2": [], "ses_3": [], "ses_4": ["s1"], "ses_5": []}
+    send(a, remote)
+    assert shared(remote) == {**whole, "ses_5": []}
+    assert recover(a, remote) == []
+    assert recover(b, remote) == ["ses_5"]
+    send(b, remote)
+    assert shared(remote) == whole
+
+
+def test_a_linked_store_recovers_by_itself(
+    stores: tuple[Store, Store], remote: Remote, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of a conversation's end comes back too. The next turn finds out."""
+    monkeypatch.setattr(link_module, "REST_S", 0.1)
+    chat, a = Chat(stores[0], "ses_1", SPECS["hybrid"]), stores[0]
+    old = backup(place, tmp_path / "backup")
+    chat.say("t1", None, "Tell me of a river.", "It flows.")
+    link = Link(a, lambda: place.open())
+    link.connect()
+    link.start()
+    until(lambda: remote.end(TurnPlace("ses_1", "t1")) is not None)
+    old.restore()
+    assert remote.turns("ses_1") == []
+    Chat(a, "ses_2").say("o1", None, "Another.", "Yes.")
+    link._wake.set()
+    until(lambda: remote.turns("ses_1") == ["t1"] and remote.end(TurnPlace("ses_1", "t1")) is not None)
+    until(lambda: remote.turns("ses_2") == ["o1"])
+    link.close()
+
+
+def test_tombstones_are_sent_before_turns(stores: tuple[Store, Store], database: DatabasePlace, tmp_path: Path) -> None:
+    """Here the database takes no turn at first."""
+    a, remote = stores[0], database.open(create=True)
+    Chat(a, "ses_3").say("r1", None, "Remove me.", "Later.")
+    send(a, remote)
+    old = DatabaseBackup(database, tmp_path / "backup")
+    a.delete("ses_3")
+    Chat(a, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
+    send(a, remote)
+    old.restore()
+    database.sql(
+        "CREATE FUNCTION ssmd.fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'no' "
+        "USING ERRCODE = 'disk_full'; END $$"
+    )
+    database.sql("CREATE TRIGGER fail BEFORE INSERT ON ssmd.turn FOR EACH ROW EXECUTE FUNCTION ssmd.fail()")
+    Chat(a, "ses_2").say("o1", None, "Another.", "Yes.")
+    with pytest.raises(RemoteError, match="disk is full"):
+        send(a, remote)
+    assert remote.turns("ses_3") == []
+    database.sql("DROP TRIGGER fail ON ssmd.turn")
+    send(a, remote)
+    assert (remote.turns("ses_1"), remote.turns("ses_2"), remote.turns("ses_3")) == (["t1"], ["o1"], [])
+    remote.close()
+
+
+def test_another_remote_gets_no_older_turns(stores: tuple[Store, Store], remote: Remote, tmp_path: Path) -> None:
+    """It has no mark of this machine, as one that lost it."""
+    a, other = stores[0], FolderPlace(tmp_path / "other")
+    Chat(a, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
+    send(a, remote)
+    Chat(a, "ses_2").say("o1", None, "Another.", "Yes.")
+    second = other.open(create=True)
+    send(a, second)
+    purge(a, second)
+    assert (second.turns("ses_1"), second.turns("ses_2")) == ([], ["o1"])
+    assert mark_of(a, remote).confirmed == mark_of(a, second).confirmed == 1
+
+
+def test_marks_of_a_copied_machine_go_up_alone(stores: tuple[Store, Store], remote: Remote) -> None:
+    """As where a data directory was copied: two daemons have one name. Neither takes the other's for a loss."""
+    machine = mark_of(stores[0], remote).machine
+    remote.set_mark(machine, 7)
+    remote.set_mark(machine, 5)
+    assert remote.mark_of(machine) == 7
+    assert remote.mark_of("another") == 0
