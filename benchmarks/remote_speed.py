@@ -6,7 +6,7 @@
     benchmarks/remote_speed.py fleet [--machines 1000]
 
 *answers*: TTFT and commit of daemons without a remote, with one, with one that refuses, and with one that is silent.
-*outbox*: seconds from a commit until the remote has its turn. *known*: ms to look up a conversation among so many turns.
+*outbox*: seconds from a commit until the remote has its turn. *known*: ms of a look-up among so many turns.
 *fleet*: rows, bytes, requests and CPU a turn, with PgBouncer between.
 
 The server is a real one, with its data in a temporary folder and fsync on. In `outbox` and `fleet` machines are
