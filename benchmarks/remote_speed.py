@@ -1,14 +1,13 @@
 """The speed of a remote in PostgreSQL, in parts, each of which prints a table.
 
-    benchmarks/remote_speed.py answers [--model NAME]   TTFT and commit of one daemon each: without a remote, with one,
-                                                        with one that refuses connections, with one that is silent
-    benchmarks/remote_speed.py outbox [--machines 30]   seconds from a commit until the remote has its turn
-    benchmarks/remote_speed.py known [--rows 10000000]  ms of the look-up of a conversation among so many turns
-    benchmarks/remote_speed.py fleet [--machines 1000]  rows, bytes, requests and CPU a turn, with PgBouncer between
+    benchmarks/remote_speed.py answers [--model NAME]
 
-The server is a real one, with its data in a temporary folder and fsync on. In `outbox` and `fleet` machines are
-stores and links of the real code, without models, in one process. In `fleet` all of them are at work at once, and 1
-conversation in 50 goes on at another machine.
+answers: TTFT and commit of a request. Four daemons take turns: without a remote, with one, with one that refuses
+connections, and with one that is silent. outbox: s from a commit until the remote has its turn. known: ms of the
+look-up of a conversation among 10 million turns. fleet: rows, bytes, requests and CPU a turn, behind PgBouncer.
+
+The server is a real one, with its data in a temporary folder and fsync on. In `outbox` and `fleet` machines are stores
+and links of the real code, without models, in one process. In `fleet` 1 conversation in 50 goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ from daemon_process import DaemonProcess, conditions
 from keeping import BUILD, LINEAGE, PRODUCER, RECURRENT, VOCABULARY, Chat, new_store, user
 from pooler import Pooler
 
-from ssmd.config import Settings
-from ssmd.installed import resolve
 from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.remote.ends import RemoteReader
@@ -64,7 +61,7 @@ def percentiles(values: list[float], *which: float) -> list[float]:
 
 
 def answers(name: str, requests: int) -> None:
-    artifact = opened().get(name) or resolve(name, Settings().models_dir, "auto")
+    artifact = Path(name) if Path(name).is_dir() else opened()[name]
     with tempfile.TemporaryDirectory() as at, contextlib.ExitStack() as held:
         on, gone = Cluster(*SERVER), Cluster(*SERVER)
         held.callback(on.close)
@@ -311,7 +308,7 @@ def roam(machines: list[Machine], count: int) -> list[bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("answers", "outbox", "known", "fleet"))
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", default="mamba-f32", help="an artifact's folder, or a tiny one of the tests")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--machines", type=int)
     parser.add_argument("--seconds", type=int)
