@@ -1,17 +1,13 @@
 """The speed of a remote in PostgreSQL, in parts, each of which prints a table.
 
     benchmarks/remote_speed.py answers [--model NAME]
-    benchmarks/remote_speed.py outbox [--machines 30]
-    benchmarks/remote_speed.py known [--rows 10000000]
-    benchmarks/remote_speed.py fleet [--machines 1000]
 
-*answers*: TTFT and commit of daemons without a remote, with one, with one that refuses, and with one that is silent.
-*outbox*: seconds from a commit until the remote has its turn. *known*: ms of a look-up among so many turns.
-*fleet*: rows, bytes, requests and CPU a turn, with PgBouncer between.
+answers: TTFT and commit of a request. Four daemons take turns: without a remote, with one, with one that refuses
+connections, and with one that is silent. outbox: s from a commit until the remote has its turn. known: ms of the
+look-up of a conversation among 10 million turns. fleet: rows, bytes, requests and CPU a turn, behind PgBouncer.
 
-The server is a real one, with its data in a temporary folder and fsync on. In `outbox` and `fleet` machines are
-stores and links of the real code, without models, in one process. In `fleet` all of them are at work at once, and 1
-conversation in 50 goes on at another machine.
+The server is a real one, with its data in a temporary folder and fsync on. In `outbox` and `fleet` machines are stores
+and links of the real code, without models, in one process. In `fleet` 1 conversation in 50 goes on elsewhere.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ class Settings(BaseSettings):
         0.0,
         ge=0,
         le=3600,
-        description="longest time, such as 60s, that a daemon which is to stop still answers requests, while "
-        "`/health` is 503: a balancer takes it away meanwhile, and streams end ([scaling.md](scaling.md#stop-one))",
+        description="longest time, such as 60s, that a daemon which is to stop still answers requests, while `/health` "
+        "is 503: until a balancer has taken it away and streams have ended ([scaling.md](scaling.md#stop-one))",
     )
     offline: bool = Field(False, description="fetch nothing, whatever is missing; HF_HUB_OFFLINE=1 asks for the same")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")

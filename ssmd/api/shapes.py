@@ -417,3 +417,4 @@ class Key(Shape):
 
 class Shutdown(Shape):
     status: Literal["shutting_down"]
+    drain_s: float | None = None

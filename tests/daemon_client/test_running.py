@@ -19,6 +19,7 @@ from conftest import TinyArtifacts
 from daemon import CHAT, NO_END, request, soon
 from test_server import at_socket, environment, failing, long_stream, running, start
 
+from ssmd.daemon import ending
 from ssmd.daemon.client import Client
 from ssmd.daemon.discovery import FILE, Address, DaemonError, announce, find
 from ssmd.daemon.discovery import running as holder
@@ -85,6 +86,14 @@ def test_what_tells_of_it_is_removed_and_comes_again(artifact: Path, tmp_path: P
         assert ssmd(tmp_path, "stop").returncode == 0
         assert process.wait(10) == 0
     assert not (data / FILE).exists()
+
+
+def test_stop_waits_for_a_drain(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "LONGEST_S", 0.0)
+    before = "from ssmd import server; server.QUIET_S = 1.0"
+    with running(tmp_path, str(artifact), extra={"SSMD_DRAIN": "60s"}, before=before) as (process, _):
+        ending.end(Client(found(tmp_path / "data")), tmp_path / "data")
+        assert process.wait(10) == 0
 
 
 def test_stop_lets_what_runs_come_to_its_end(artifact: Path, tmp_path: Path) -> None:

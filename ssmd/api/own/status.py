@@ -95,6 +95,7 @@ def stop(on: Service) -> Endpoint:
 
     async def answer(request: Request) -> JSONResponse:
         log.info("`ssmd stop` was called: finishing running requests")
-        return JSONResponse({"status": "shutting_down"}, 202, background=BackgroundTask(begin))
+        drain = {"drain_s": on.settings.drain} if on.settings.drain else {}
+        return JSONResponse({"status": "shutting_down", **drain}, 202, background=BackgroundTask(begin))
 
     return answer
