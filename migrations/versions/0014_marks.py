@@ -1,4 +1,4 @@
-"""What a remote has confirmed to this machine, and the turns that were removed from shared sessions."""
+"""The tables of what a remote has confirmed, and of turns that were removed from shared sessions."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from ssmd.sessions.remote.remote import (
     MAX_ROW_BYTES,
     InvalidTurn,
     RemoteError,
+    RemoteSize,
     RemoteTurn,
     TurnPlace,
     UnknownVersion,
@@ -121,6 +122,25 @@ class FolderRemote(MountedFolder):
             if self._is_buried(session):
                 return []
             return [name for name in islice(self._names(self._session(session)), MAX_NAMES) if _is_id(name)]
+
+    def sessions(self) -> list[str]:
+        """List the sessions that have turns or states, in no order."""
+        with self._errors():
+            roots = [self.root / name for name in ("sessions", "ends")]
+            found = {one.name for root in roots for part in self._folders(root) for one in self._folders(part)}
+            return [name for name in found if _is_id(name) and not self._is_buried(name)]
+
+    def size(self) -> RemoteSize:
+        """Count what is kept."""
+        sessions, turns, nbytes, states = 0, 0, 0, 0
+        for session in self.sessions():
+            with self._errors():
+                own = [about.st_size for path, about in self._about(self._session(session)) if _is_id(path.name)]
+            sessions, turns, nbytes = sessions + bool(own), turns + len(own), nbytes + sum(own)
+            states += len(self.ends(session))
+        with self._errors():
+            machines = len(self._about(self.root / "machines"))
+        return RemoteSize(sessions, turns, nbytes, states, len(self.buried()), machines)
 
     def publish(self, turns: Sequence[RemoteTurn]) -> None:
         """Keep turns. One that is kept already stays as it is, and one that is buried is not kept."""

@@ -217,6 +217,12 @@ class FolderPacks:
             raise InvalidTurn(f"{what} is not what its name says: it was altered")
         return data
 
+    def names(self) -> list[tuple[str, int]]:
+        """List the packs that are whole, by name and size in bytes."""
+        with self._at._errors():
+            files = [one for part in self._at._folders(self._at.root / "packs") for one in self._at._about(part)]
+        return sorted((path.name, about.st_size) for path, about in files if PACK.fullmatch(path.name))
+
     def remove(self, name: str) -> None:
         """Remove a pack that no row names any more, if it is there."""
         with self._at._errors():

@@ -58,6 +58,18 @@ class RemoteTurn:
 
 
 @dataclass(frozen=True)
+class RemoteSize:
+    """The amounts that a remote keeps. turn_bytes: of the bodies of turns. machines: those that have sent something."""
+
+    sessions: int
+    turns: int
+    turn_bytes: int
+    states: int
+    tombstones: int
+    machines: int
+
+
+@dataclass(frozen=True)
 class ReplyClaim:
     """A request that this machine may answer, by its key. fence: higher than that of each earlier claim of the key."""
 
@@ -113,6 +125,9 @@ class Blobs(Protocol):
     def get(self, name: str, nbytes: int) -> bytes:
         """Return a pack of so many bytes. Raises InvalidTurn if it is not there, or not what its name says."""
 
+    def names(self) -> list[tuple[str, int]]:
+        """List the packs that are whole, by name and size in bytes."""
+
 
 class Remote(Protocol):
     """A place through which machines share conversations. All methods raise RemoteError; each can be called again."""
@@ -142,6 +157,12 @@ class Remote(Protocol):
 
     def turns(self, session: str) -> list[str]:
         """List the turns of a session, in no order."""
+
+    def sessions(self) -> list[str]:
+        """List the sessions that have turns or states, in no order."""
+
+    def size(self) -> RemoteSize:
+        """Count what is kept."""
 
     def publish(self, turns: Sequence[RemoteTurn]) -> None:
         """Keep turns. One that is kept already stays as it is, and one that is buried is not kept."""

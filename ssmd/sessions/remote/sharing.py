@@ -26,16 +26,21 @@ def open_remote(store: Store, setting: str) -> Remote:
     """
     with store.reading() as connection:
         first = not outbox.names_of(connection, "shared", "behind")
+    return open_at(setting, create=first)
+
+
+def open_at(setting: str, *, create: bool) -> Remote:
+    """Open the remote at a place. create: make an empty folder or database one. Raises RemoteError."""
     if is_address(setting):
         from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 
-        return PostgresRemote.open(setting, create=first)
+        return PostgresRemote.open(setting, create=create)
     folder = Path(setting)
-    if first and not folder.exists():
+    if create and not folder.exists():
         raise RemoteError(
             f"there is no folder {folder}: make it with `mkdir -m 700 {folder}`, or mount it", lasting=True
         )
-    return FolderRemote.open(folder, create=first)
+    return FolderRemote.open(folder, create=create)
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,12 @@ def waiting(connection: Connection) -> int:
     return 0 if first is None else int(last - first + 1)
 
 
+def oldest(connection: Connection) -> int | None:
+    """Return when the oldest turn that waits was written, in us since 1970; None if no turn waits."""
+    found = select(func.min(_t.created_at)).where(_t.id.in_(select(_o.turn).where(_o.buried.is_(False))))
+    return connection.execute(found).scalar()
+
+
 def waits(connection: Connection, turn_id: str) -> bool:
     """Return True if a turn is still to be sent."""
     return connection.execute(_WAITS, {"turn": turn_id}).first() is not None

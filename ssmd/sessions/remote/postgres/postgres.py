@@ -25,6 +25,7 @@ from ssmd.sessions.remote.remote import (
     MAX_ROW_BYTES,
     InvalidTurn,
     RemoteError,
+    RemoteSize,
     RemoteTurn,
     TurnPlace,
     UnknownVersion,
@@ -94,6 +95,14 @@ _BURIED = text("SELECT name FROM ssmd.tombstone LIMIT 1000000")
 _PACKS = text("""
     SELECT pack FROM ssmd.ending AS u
     WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
+_SESSIONS = text("""
+    SELECT session FROM ssmd.turn AS u WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name = u.session)
+    UNION SELECT session FROM ssmd.ending AS u
+    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name = u.session)""")
+_SIZE = text("""
+    SELECT (SELECT count(DISTINCT session) FROM ssmd.turn), (SELECT count(*) FROM ssmd.turn),
+    (SELECT coalesce(sum(octet_length(body)), 0) FROM ssmd.turn), (SELECT count(*) FROM ssmd.ending),
+    (SELECT count(*) FROM ssmd.tombstone), (SELECT count(*) FROM ssmd.machine)""")
 _MARK_OF = text("SELECT mark FROM ssmd.machine WHERE name = :machine")
 _QUICKLY = text("SELECT set_config('synchronous_commit', 'off', true)")
 _SET_MARK = text("""
@@ -168,6 +177,14 @@ class PostgresRemote:
     def turns(self, session: str) -> list[str]:
         """List the turns of a session, in no order."""
         return self._names(_TURNS, {"session": session})
+
+    def sessions(self) -> list[str]:
+        """List the sessions that have turns or states, in no order."""
+        return self._names(_SESSIONS, {})
+
+    def size(self) -> RemoteSize:
+        """Count what is kept."""
+        return RemoteSize(*map(int, self._server.read(lambda connection: connection.execute(_SIZE).one())))
 
     def publish(self, turns: Sequence[RemoteTurn]) -> None:
         """Keep turns. One that is kept already stays as it is, and one that is buried is not kept."""
@@ -302,6 +319,11 @@ class DatabasePacks(FolderPacks):
         """Return True if there is a pack of this name. Its bytes are checked when they are read."""
         self._prepare()
         return super().there(name)
+
+    def names(self) -> list[tuple[str, int]]:
+        """List the packs that are whole, by name and size in bytes."""
+        self._prepare()
+        return super().names()
 
     def put(self, parts: Sequence[bytes | memoryview]) -> str:
         """Keep a pack, given in parts, durably. Returns its name. One that is there is read, and written if damaged."""
