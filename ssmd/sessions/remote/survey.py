@@ -132,8 +132,8 @@ def read_end_row(raw: bytes, place: TurnPlace) -> EndBody:
 
 
 @dataclass
-class Copied:
-    """What was copied. there: turns and states that the target had. refused: what is damaged in the source."""
+class CopyCounts:
+    """Counts of a copy. there: turns and states that the target had. refused: what is damaged in the source."""
 
     tombstones: int = 0
     turns: int = 0
@@ -143,14 +143,14 @@ class Copied:
     refused: list[str] = field(default_factory=list)
 
 
-def copy(source: Remote, target: Remote, progress: Callable[[Copied], None] = lambda done: None) -> Copied:
+def copy(source: Remote, target: Remote, progress: Callable[[CopyCounts], None] = lambda done: None) -> CopyCounts:
     """Copy a remote into another one, of either kind. What the target has stays, so that it can be called again.
 
     Tombstones come first. What the target has buried is not copied. Raises RemoteError.
     """
     if source.identity == target.identity:
         raise RemoteError(f"{target.name} is the remote itself: name another one to copy into", lasting=True)
-    done, gone = Copied(), set(target.buried())
+    done, gone = CopyCounts(), set(target.buried())
     _copy_tombstones(source, target, gone, done)
     gone |= set(source.buried())
     for session in source.sessions():
@@ -173,7 +173,7 @@ def copy(source: Remote, target: Remote, progress: Callable[[Copied], None] = la
     return done
 
 
-def _copy_tombstones(source: Remote, target: Remote, gone: set[str], done: Copied) -> None:
+def _copy_tombstones(source: Remote, target: Remote, gone: set[str], done: CopyCounts) -> None:
     names = set(source.buried()) - gone
     if names:
         session_of = {turn: session for session in target.sessions() for turn in target.turns(session)}
@@ -185,7 +185,7 @@ def _copy_tombstones(source: Remote, target: Remote, gone: set[str], done: Copie
             done.tombstones += 1
 
 
-def _copy_turn(source: Remote, target: Remote, place: TurnPlace, done: Copied) -> None:
+def _copy_turn(source: Remote, target: Remote, place: TurnPlace, done: CopyCounts) -> None:
     try:
         raw = source.fetch(place)
         if raw is None:
@@ -198,7 +198,7 @@ def _copy_turn(source: Remote, target: Remote, place: TurnPlace, done: Copied) -
     done.turns, done.nbytes = done.turns + 1, done.nbytes + len(raw)
 
 
-def _copy_end(source: Remote, target: Remote, place: TurnPlace, done: Copied) -> None:
+def _copy_end(source: Remote, target: Remote, place: TurnPlace, done: CopyCounts) -> None:
     assert source.packs is not None
     assert target.packs is not None
     try:
