@@ -130,7 +130,7 @@ def add_again(connection: Connection, session_id: str, turns: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class Mark:
-    """What a remote has confirmed. machine: this one's name there. confirmed: how often rows have left the outbox."""
+    """The count that a remote has confirmed. machine: this one's name there. confirmed: how often rows have left the outbox."""
 
     remote: str
     machine: str
@@ -142,7 +142,7 @@ class Mark:
 
 
 def read_mark(connection: Connection, remote: str) -> Mark | None:
-    """Return what a remote has confirmed; None if nothing was sent to it."""
+    """Return the count that a remote has confirmed; None if nothing was sent to it."""
     row = connection.execute(select(_m.machine, _m.confirmed).where(_m.remote == remote)).one_or_none()
     return None if row is None else Mark(remote, row.machine, row.confirmed)
 
