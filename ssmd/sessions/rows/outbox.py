@@ -130,7 +130,7 @@ def add_again(connection: Connection, session_id: str, turns: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class Mark:
-    """The count that a remote has confirmed. machine: this one's name there. confirmed: how often rows have left the outbox."""
+    """The count that a remote has confirmed: how often rows have left the outbox. machine: this one's name there."""
 
     remote: str
     machine: str
