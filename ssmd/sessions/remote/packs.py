@@ -124,7 +124,11 @@ class MountedFolder:
     def _names(self, folder: Path) -> Iterator[str]:
         """Yield the names in a folder below the root; none if it is not there."""
         if self._is_folder(folder):
-            with os.scandir(folder) as entries:
+            try:
+                entries = os.scandir(folder)
+            except FileNotFoundError:  # another machine has removed it since
+                return
+            with entries:
                 yield from (entry.name for entry in entries)
 
     def _folder(self, folder: Path) -> None:

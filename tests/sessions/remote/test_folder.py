@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,25 @@ def test_names_that_are_no_ids_are_passed_over(remote: FolderRemote, root: Path)
     (root / "buried" / "no id").touch()
     assert remote.known([turn("t1").chain], EVERYBODY) == [TurnPlace("ses_1", "t1")]
     assert remote.buried() == set()
+
+
+def test_a_folder_that_another_machine_removes_meanwhile(
+    remote: FolderRemote, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines bury one session: the second finds its folder, and then it is gone."""
+    remote.publish([turn("t1")])
+    [folder] = root.glob("sessions/*/ses_1")
+    scan = os.scandir
+
+    def late(path: Path) -> object:
+        if path == folder and folder.exists():
+            shutil.rmtree(folder)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    remote.bury("ses_1", None)
+    assert remote.buried() == {"ses_1"}
+    assert not folder.exists()
 
 
 @posix
