@@ -68,7 +68,7 @@ def check_revision(file: Path, *, busy_ms: int) -> None:
     here is found when the database is opened.
     """
     revision = None
-    with contextlib.suppress(sqlite3.Error):
+    with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):  # SQLite's words quote a damaged schema
         place = f"{file.absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(place, uri=True, timeout=min(busy_ms, _LOOK_MS) / 1000)) as raw:
             if raw.execute("PRAGMA application_id").fetchone() == (database.APPLICATION_ID,):
