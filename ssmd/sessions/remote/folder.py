@@ -76,13 +76,15 @@ class FolderRemote(MountedFolder):
             except (FileNotFoundError, ValueError):
                 return 0
 
-    def set_mark(self, machine: str, mark: int) -> None:
-        """Keep a machine's mark, unless a higher one is kept."""
-        if self.mark_of(machine) < mark:
+    def set_mark(self, machine: str, mark: int, least: int = 0) -> bool:
+        """Keep a machine's mark, unless a higher one is kept. Returns False, and does nothing, below `least`."""
+        kept = self.mark_of(machine)
+        if least <= kept < mark:
             with self._errors():
                 folder = self.root / "machines"
                 self._folder(folder)
                 self._write(folder, machine, f"{mark}\n".encode())
+        return kept >= least
 
     def close(self) -> None:
         """Close nothing: a folder keeps no connection."""

@@ -68,15 +68,16 @@ def send(
     sent_of: called with the session of each turn that was sent. removed: called when rows have left the outbox.
     published: called before that, with the turns that were sent.
     """
-    done = 0
+    done, recovered = 0, False
     while not stopped():
         with store.reading() as connection:
             rows = outbox.read(connection, _AT_ONCE)
         if not rows:
             break
-        if not done:
+        if not recovered:
             for session in recover(store, remote):
                 sent_of(session)
+        recovered = True
         sent, turns = list[int](), set[str]()
         for group in _groups(store, rows):
             if stopped():
@@ -91,6 +92,9 @@ def send(
             sent += group.rows
         published(turns)
         mark = confirm(store, remote)
+        if mark is None:
+            recovered = False
+            continue
         with store.writing() as connection:
             outbox.remove(connection, sent)
             outbox.set_mark(connection, mark)

@@ -19,11 +19,13 @@ from ssmd.sessions.store import Store
 log = logging.getLogger(__name__)
 
 
-def confirm(store: Store, remote: Remote) -> outbox.Mark:
-    """Count once more in the remote, before rows leave the outbox. Returns the mark to store with their removal."""
-    mark = mark_of(store, remote).next
-    remote.set_mark(mark.machine, mark.confirmed)
-    return mark
+def confirm(store: Store, remote: Remote) -> outbox.Mark | None:
+    """Count once more in the remote, before rows leave the outbox. Returns the mark to store with their removal.
+
+    None if the remote was put back from a backup since `recover`: then nothing counts, and `recover` comes again.
+    """
+    mark = mark_of(store, remote)
+    return mark.next if remote.set_mark(mark.machine, mark.next.confirmed, mark.confirmed) else None
 
 
 def mark_of(store: Store, remote: Remote) -> outbox.Mark:

@@ -71,7 +71,7 @@ class RemoteSize:
 
 @dataclass(frozen=True)
 class ReplyClaim:
-    """A request that this machine may answer, by its key. fence: higher than that of each earlier claim of the key."""
+    """A request that this machine may answer, by its key. No other claim has the same token and fence."""
 
     key: bytes
     token: str
@@ -143,8 +143,8 @@ class Remote(Protocol):
     def mark_of(self, machine: str) -> int:
         """Return the mark that a machine has set; 0 without one."""
 
-    def set_mark(self, machine: str, mark: int) -> None:
-        """Keep a machine's mark, unless a higher one is kept."""
+    def set_mark(self, machine: str, mark: int, least: int = 0) -> bool:
+        """Keep a machine's mark, unless a higher one is kept. Returns False, and does nothing, below `least`."""
 
     def close(self) -> None:
         """Close what is open. Calls that are under way end."""

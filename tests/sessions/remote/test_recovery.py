@@ -163,6 +163,26 @@ def test_tombstones_are_sent_before_turns(stores: tuple[Store, Store], database:
     remote.close()
 
 
+def test_a_remote_that_is_put_back_while_rows_are_sent(
+    stores: tuple[Store, Store], remote: Remote, place: Place, tmp_path: Path
+) -> None:
+    """Between the look for a loss and the count: the count must not hide it."""
+    a = stores[0]
+    old = backup(place, tmp_path / "backup")
+    Chat(a, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
+    send(a, remote)
+    Chat(a, "ses_2").say("o1", None, "Another.", "Yes.")
+    waits = [old]
+
+    def put_back(turns: set[str]) -> None:
+        while waits:
+            waits.pop().restore()
+
+    send(a, remote, published=put_back)
+    assert (remote.turns("ses_1"), remote.turns("ses_2")) == (["t1"], ["o1"])
+    assert recover(a, remote) == []
+
+
 def test_another_remote_gets_no_older_turns(stores: tuple[Store, Store], remote: Remote, tmp_path: Path) -> None:
     """It has no mark of this machine, as one that lost it."""
     a, other = stores[0], FolderPlace(tmp_path / "other")

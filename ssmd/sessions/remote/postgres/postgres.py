@@ -106,7 +106,8 @@ _SIZE = text("""
 _MARK_OF = text("SELECT mark FROM ssmd.machine WHERE name = :machine")
 _QUICKLY = text("SELECT set_config('synchronous_commit', 'off', true)")
 _SET_MARK = text("""
-    INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, :mark)
+    INSERT INTO ssmd.machine AS old (name, mark) SELECT :machine, :mark
+    WHERE CAST(:least AS bigint) <= coalesce((SELECT mark FROM ssmd.machine WHERE name = :machine), 0)
     ON CONFLICT (name) DO UPDATE SET mark = greatest(old.mark, excluded.mark), at = now()""")
 _NAME = text("SELECT CAST(name AS text) AS name, packs FROM ssmd.remote")
 _HAS_PACKS = text("UPDATE ssmd.remote SET packs = true WHERE NOT packs")
@@ -149,14 +150,14 @@ class PostgresRemote:
         """Return the mark that a machine has set; 0 without one."""
         return int(self._server.read(lambda connection: connection.scalar(_MARK_OF, {"machine": machine})) or 0)
 
-    def set_mark(self, machine: str, mark: int) -> None:
-        """Keep a machine's mark, unless a higher one is kept."""
+    def set_mark(self, machine: str, mark: int, least: int = 0) -> bool:
+        """Keep a machine's mark, unless a higher one is kept. Returns False, and does nothing, below `least`."""
 
-        def keep(connection: Connection) -> None:
+        def keep(connection: Connection) -> bool:
             connection.execute(_QUICKLY)  # one that is lost with the server makes a machine look for lost turns
-            connection.execute(_SET_MARK, {"machine": machine, "mark": mark})
+            return connection.execute(_SET_MARK, {"machine": machine, "mark": mark, "least": least}).rowcount > 0
 
-        self._server.write(keep)
+        return self._server.write(keep)
 
     def close(self) -> None:
         """Close its connections."""
