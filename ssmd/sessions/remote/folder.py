@@ -31,12 +31,14 @@ from ssmd.sessions.remote.remote import (
     MAX_BODY_BYTES,
     MAX_ROW_BYTES,
     InvalidTurn,
+    MarkGone,
     RemoteError,
     RemoteSize,
     RemoteTurn,
     TurnPlace,
     UnknownVersion,
 )
+from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.turn import ID_PATTERN
 
 MARK = "ssmd-remote.json"
@@ -76,15 +78,13 @@ class FolderRemote(MountedFolder):
             except (FileNotFoundError, ValueError):
                 return 0
 
-    def set_mark(self, machine: str, mark: int, least: int = 0) -> bool:
-        """Keep a machine's mark, unless a higher one is kept. Returns False, and does nothing, below `least`."""
-        kept = self.mark_of(machine)
-        if least <= kept < mark:
+    def set_mark(self, machine: str, mark: int) -> None:
+        """Keep a machine's mark, unless a higher one is kept."""
+        if self.mark_of(machine) < mark:
             with self._errors():
                 folder = self.root / "machines"
                 self._folder(folder)
                 self._write(folder, machine, f"{mark}\n".encode())
-        return kept >= least
 
     def close(self) -> None:
         """Close nothing: a folder keeps no connection."""
@@ -144,8 +144,16 @@ class FolderRemote(MountedFolder):
             machines = len(self._about(self.root / "machines"))
         return RemoteSize(sessions, turns, nbytes, states, len(self.buried()), machines)
 
-    def publish(self, turns: Sequence[RemoteTurn]) -> None:
-        """Keep turns. One that is kept already stays as it is, and one that is buried is not kept."""
+    def publish(self, turns: Sequence[RemoteTurn], last: Mark | None = None) -> int:
+        """Keep turns. One that is kept already stays as it is, and one that is buried is not kept.
+
+        last: raised by one after that. Returns the new mark; 0 without `last`. Raises MarkGone.
+        """
+        mark = 0
+        if last is not None:
+            mark = self.mark_of(last.machine) + 1
+            if mark <= last.confirmed:
+                raise MarkGone(f"{self.name} is older than it was, as from a backup")
         with self._errors():
             for turn in turns:
                 place = turn.place
@@ -162,6 +170,9 @@ class FolderRemote(MountedFolder):
                 if self._is_gone(place):  # buried meanwhile, by a machine that may not have seen all of this
                     (chain / name).unlink(missing_ok=True)
                     self.bury(place.session, None if self._is_buried(place.session) else place.turn)
+        if last is not None:
+            self.set_mark(last.machine, mark)
+        return mark
 
     def _is_gone(self, place: TurnPlace) -> bool:
         return self._is_buried(place.session) or self._is_buried(place.turn)

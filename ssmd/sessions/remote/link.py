@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -23,8 +23,17 @@ from ssmd.sessions.remote.arrivals import fetch_path, receive
 from ssmd.sessions.remote.body import remote_turn
 from ssmd.sessions.remote.claims import Claims
 from ssmd.sessions.remote.ends import EndBody, RemoteReader, find_end, send_end, take_end
-from ssmd.sessions.remote.recovery import confirm, recover
-from ssmd.sessions.remote.remote import Blobs, InvalidTurn, Remote, RemoteError, RemoteState, RemoteTurn, TurnPlace
+from ssmd.sessions.remote.recovery import mark_of, recover
+from ssmd.sessions.remote.remote import (
+    Blobs,
+    InvalidTurn,
+    MarkGone,
+    Remote,
+    RemoteError,
+    RemoteState,
+    RemoteTurn,
+    TurnPlace,
+)
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.rows.outbox import OutboxRow
 from ssmd.sessions.store import Store
@@ -68,33 +77,29 @@ def send(
     sent_of: called with the session of each turn that was sent. removed: called when rows have left the outbox.
     published: called before that, with the turns that were sent.
     """
-    done, recovered = 0, False
+    done = 0
     while not stopped():
         with store.reading() as connection:
             rows = outbox.read(connection, _AT_ONCE)
         if not rows:
             break
-        if not recovered:
-            for session in recover(store, remote):
-                sent_of(session)
-        recovered = True
-        sent, turns = list[int](), set[str]()
-        for group in _groups(store, rows):
-            if stopped():
-                break
-            if group.buried is not None:
-                remote.bury(group.buried.session, group.buried.turn)
-            else:
-                remote.publish(group.turns)
+        sent, turns, mark = list[int](), set[str](), mark_of(store, remote)
+        try:
+            for group in _groups(store, rows):
+                if stopped():
+                    break
+                if group.buried is not None:
+                    remote.bury(group.buried.session, group.buried.turn)
+                mark = replace(mark, confirmed=remote.publish(group.turns, mark))
                 for turn in group.turns:
                     sent_of(turn.place.session)
                     turns.add(turn.place.turn)
-            sent += group.rows
-        published(turns)
-        mark = confirm(store, remote)
-        if mark is None:
-            recovered = False
+                sent += group.rows
+        except MarkGone:  # none of these rows counts as sent
+            for session in recover(store, remote):
+                sent_of(session)
             continue
+        published(turns)
         with store.writing() as connection:
             outbox.remove(connection, sent)
             outbox.set_mark(connection, mark)

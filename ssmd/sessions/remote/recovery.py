@@ -1,7 +1,7 @@
 """Recovery of a remote that was put back from an older backup: machines send again what it had confirmed and lost.
 
-A machine counts what it sends, in the remote and in its own store. The remote's count is written first: so it is behind
-only if the remote is older than it was.
+A machine counts what it publishes, in the remote together with the turns, and then in its own store. So the remote's
+count is behind only if the remote is older than it was.
 """
 
 from __future__ import annotations
@@ -17,15 +17,6 @@ from ssmd.sessions.rows.warm import WARM
 from ssmd.sessions.store import Store
 
 log = logging.getLogger(__name__)
-
-
-def confirm(store: Store, remote: Remote) -> outbox.Mark | None:
-    """Count once more in the remote, before rows leave the outbox. Returns the mark to store with their removal.
-
-    None if the remote was put back from a backup since `recover`: then nothing counts, and `recover` comes again.
-    """
-    mark = mark_of(store, remote)
-    return mark.next if remote.set_mark(mark.machine, mark.next.confirmed, mark.confirmed) else None
 
 
 def mark_of(store: Store, remote: Remote) -> outbox.Mark:

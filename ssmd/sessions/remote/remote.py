@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ssmd.sessions.domain import Domain
+from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.turn import StoreError
 
 MAX_BODY_BYTES = 64 << 20  # bytes of a turn
@@ -55,6 +56,10 @@ class RemoteTurn:
     owner: str
     chain: bytes
     body: bytes
+
+
+class MarkGone(RemoteError):
+    """The remote's mark of a machine is lower than what it had confirmed: it was put back from a backup."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +148,8 @@ class Remote(Protocol):
     def mark_of(self, machine: str) -> int:
         """Return the mark that a machine has set; 0 without one."""
 
-    def set_mark(self, machine: str, mark: int, least: int = 0) -> bool:
-        """Keep a machine's mark, unless a higher one is kept. Returns False, and does nothing, below `least`."""
+    def set_mark(self, machine: str, mark: int) -> None:
+        """Keep a machine's mark, unless a higher one is kept."""
 
     def close(self) -> None:
         """Close what is open. Calls that are under way end."""
@@ -164,8 +169,12 @@ class Remote(Protocol):
     def size(self) -> RemoteSize:
         """Count what is kept."""
 
-    def publish(self, turns: Sequence[RemoteTurn]) -> None:
-        """Keep turns. One that is kept already stays as it is, and one that is buried is not kept."""
+    def publish(self, turns: Sequence[RemoteTurn], last: Mark | None = None) -> int:
+        """Keep turns. One that is kept already stays as it is, and one that is buried is not kept.
+
+        last: the machine's last mark, which is raised by one together with that. Returns the new one; 0 without `last`.
+        Raises MarkGone, and keeps nothing, if the remote's is lower.
+        """
 
     def bury(self, session: str, turn: str | None) -> None:
         """Remove a turn, or with None a whole session, for good."""

@@ -130,15 +130,11 @@ def add_again(connection: Connection, session_id: str, turns: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class Mark:
-    """The count that a remote has confirmed: how often rows have left the outbox. machine: this one's name there."""
+    """How often this machine has published, as a remote has confirmed it. machine: this one's name there."""
 
     remote: str
     machine: str
     confirmed: int
-
-    @property
-    def next(self) -> Mark:
-        return Mark(self.remote, self.machine, self.confirmed + 1)
 
 
 def read_mark(connection: Connection, remote: str) -> Mark | None:

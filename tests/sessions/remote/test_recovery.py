@@ -10,14 +10,14 @@ from typing import Protocol
 
 import pytest
 from keeping import LINEAGE, SPECS, VOCABULARY, Chat, new_store
-from remotes import DatabasePlace, FolderPlace, Place
+from remotes import DatabasePlace, FolderPlace, Place, turn
 from sessions.remote.test_roaming import until
 
 from ssmd.sessions.remote import link as link_module
 from ssmd.sessions.remote.ends import send_end
 from ssmd.sessions.remote.link import Link, purge, send
 from ssmd.sessions.remote.recovery import mark_of, recover
-from ssmd.sessions.remote.remote import Remote, RemoteError, TurnPlace
+from ssmd.sessions.remote.remote import MarkGone, Remote, RemoteError, TurnPlace
 from ssmd.sessions.remote.sharing import pull_session
 from ssmd.sessions.store import Store
 
@@ -166,7 +166,7 @@ def test_tombstones_are_sent_before_turns(stores: tuple[Store, Store], database:
 def test_a_remote_that_is_put_back_while_rows_are_sent(
     stores: tuple[Store, Store], remote: Remote, place: Place, tmp_path: Path
 ) -> None:
-    """Between the look for a loss and the count: the count must not hide it."""
+    """After the turns are there and before this machine has noted it: the next look finds it."""
     a = stores[0]
     old = backup(place, tmp_path / "backup")
     Chat(a, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
@@ -179,8 +179,64 @@ def test_a_remote_that_is_put_back_while_rows_are_sent(
             waits.pop().restore()
 
     send(a, remote, published=put_back)
+    assert (remote.turns("ses_1"), remote.turns("ses_2")) == ([], [])
+    assert recover(a, remote) == ["ses_1", "ses_2"]
+    send(a, remote)
     assert (remote.turns("ses_1"), remote.turns("ses_2")) == (["t1"], ["o1"])
     assert recover(a, remote) == []
+
+
+def test_turns_of_a_remote_that_was_put_back_are_not_kept(
+    stores: tuple[Store, Store], remote: Remote, place: Place, tmp_path: Path
+) -> None:
+    """Where the mark before them is gone: else the next mark would hide what was lost. Sending mends it by itself."""
+    a = stores[0]
+    old = backup(place, tmp_path / "backup")
+    Chat(a, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
+    send(a, remote)
+    old.restore()
+    mark = mark_of(a, remote)
+    with pytest.raises(MarkGone, match="older than it was"):
+        remote.publish([turn("o1", "ses_2")], mark)
+    assert (remote.turns("ses_2"), remote.mark_of(mark.machine)) == ([], 0)
+    Chat(a, "ses_3").say("p1", None, "Another.", "Yes.")
+    send(a, remote)
+    assert (remote.turns("ses_1"), remote.turns("ses_3")) == (["t1"], ["p1"])
+    mark = mark_of(a, remote)
+    assert remote.publish([turn("o1", "ses_2")], mark) == mark.confirmed + 1 == remote.mark_of(mark.machine)
+
+
+def test_what_was_sent_after_a_kill_counts_too(
+    stores: tuple[Store, Store], remote: Remote, place: Place, tmp_path: Path
+) -> None:
+    """The kill came between the remote's count and this machine's: the next count must be higher than both."""
+    a = stores[0]
+    Chat(a, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
+    send(a, remote)
+    mark = mark_of(a, remote)
+    for _ in range(3):  # three kills
+        remote.publish([], mark)
+    old = backup(place, tmp_path / "backup")
+    Chat(a, "ses_2").say("o1", None, "Tell me of a lake.", "It is still.")
+    send(a, remote)
+    old.restore()
+    assert recover(a, remote) == ["ses_2"]
+
+
+def test_a_removal_that_the_remote_lost_is_sent_again(
+    stores: tuple[Store, Store], remote: Remote, place: Place, tmp_path: Path
+) -> None:
+    """Also where nothing but tombstones was sent since the backup."""
+    a = stores[0]
+    Chat(a, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
+    send(a, remote)
+    old = backup(place, tmp_path / "backup")
+    a.delete("ses_1")
+    send(a, remote)
+    old.restore()
+    assert remote.turns("ses_1") == ["t1"]
+    recover(a, remote)
+    assert (remote.turns("ses_1"), set(remote.buried())) == ([], {"ses_1"})
 
 
 def test_another_remote_gets_no_older_turns(stores: tuple[Store, Store], remote: Remote, tmp_path: Path) -> None:

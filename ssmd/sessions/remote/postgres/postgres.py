@@ -24,12 +24,14 @@ from ssmd.sessions.remote.remote import (
     MAX_BODY_BYTES,
     MAX_ROW_BYTES,
     InvalidTurn,
+    MarkGone,
     RemoteError,
     RemoteSize,
     RemoteTurn,
     TurnPlace,
     UnknownVersion,
 )
+from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.turn import ID_PATTERN
 
 MARK = "ssmd-packs.json"
@@ -104,11 +106,12 @@ _SIZE = text("""
     (SELECT coalesce(sum(octet_length(body)), 0) FROM ssmd.turn), (SELECT count(*) FROM ssmd.ending),
     (SELECT count(*) FROM ssmd.tombstone), (SELECT count(*) FROM ssmd.machine)""")
 _MARK_OF = text("SELECT mark FROM ssmd.machine WHERE name = :machine")
-_QUICKLY = text("SELECT set_config('synchronous_commit', 'off', true)")
 _SET_MARK = text("""
-    INSERT INTO ssmd.machine AS old (name, mark) SELECT :machine, :mark
-    WHERE CAST(:least AS bigint) <= coalesce((SELECT mark FROM ssmd.machine WHERE name = :machine), 0)
+    INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, :mark)
     ON CONFLICT (name) DO UPDATE SET mark = greatest(old.mark, excluded.mark), at = now()""")
+_RAISE_MARK = text("""
+    INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, 1)
+    ON CONFLICT (name) DO UPDATE SET mark = old.mark + 1, at = now() RETURNING mark""")
 _NAME = text("SELECT CAST(name AS text) AS name, packs FROM ssmd.remote")
 _HAS_PACKS = text("UPDATE ssmd.remote SET packs = true WHERE NOT packs")
 
@@ -150,14 +153,10 @@ class PostgresRemote:
         """Return the mark that a machine has set; 0 without one."""
         return int(self._server.read(lambda connection: connection.scalar(_MARK_OF, {"machine": machine})) or 0)
 
-    def set_mark(self, machine: str, mark: int, least: int = 0) -> bool:
-        """Keep a machine's mark, unless a higher one is kept. Returns False, and does nothing, below `least`."""
-
-        def keep(connection: Connection) -> bool:
-            connection.execute(_QUICKLY)  # one that is lost with the server makes a machine look for lost turns
-            return connection.execute(_SET_MARK, {"machine": machine, "mark": mark, "least": least}).rowcount > 0
-
-        return self._server.write(keep)
+    def set_mark(self, machine: str, mark: int) -> None:
+        """Keep a machine's mark, unless a higher one is kept."""
+        values = {"machine": machine, "mark": mark}
+        self._server.write(lambda connection: connection.execute(_SET_MARK, values))
 
     def close(self) -> None:
         """Close its connections."""
@@ -187,18 +186,30 @@ class PostgresRemote:
         """Count what is kept."""
         return RemoteSize(*map(int, self._server.read(lambda connection: connection.execute(_SIZE).one())))
 
-    def publish(self, turns: Sequence[RemoteTurn]) -> None:
-        """Keep turns. One that is kept already stays as it is, and one that is buried is not kept."""
-        if turns:
-            ordered = sorted(
-                turns, key=lambda one: (one.place.session, one.place.turn)
-            )  # as every machine: no deadlock
-            rows = [
-                {"owner": one.owner, "chain": one.chain, "format": FORMAT, "body": one.body, **_values(one.place)}
-                for one in ordered
-            ]
-            self._server.write(lambda connection: connection.execute(_PUBLISH, rows))
-            self._drop_if_buried([one.place for one in turns])  # meanwhile, by a machine that did not see these
+    def publish(self, turns: Sequence[RemoteTurn], last: Mark | None = None) -> int:
+        """Keep turns. One that is kept already stays as it is, and one that is buried is not kept.
+
+        last: raised by one in the same transaction. Returns the new mark; 0 without `last`. Raises MarkGone.
+        """
+        ordered = sorted(turns, key=lambda one: (one.place.session, one.place.turn))  # no two machines wait in a circle
+        rows = [
+            {"owner": one.owner, "chain": one.chain, "format": FORMAT, "body": one.body, **_values(one.place)}
+            for one in ordered
+        ]
+
+        def keep(connection: Connection) -> int:
+            mark = 0
+            if last is not None:
+                mark = int(connection.execute(_RAISE_MARK, {"machine": last.machine}).scalar_one())
+                if mark <= last.confirmed:
+                    raise MarkGone(f"{self.name} is older than it was, as from a backup")
+            if rows:
+                connection.execute(_PUBLISH, rows)
+            return mark
+
+        mark = self._server.write(keep)
+        self._drop_if_buried([one.place for one in turns])  # meanwhile, by a machine that did not see these
+        return mark
 
     def bury(self, session: str, turn: str | None) -> None:
         """Remove a turn, or with None a whole session, for good."""
