@@ -47,6 +47,7 @@ OFFLINE_S = 30.0  # s after a failure in which requests do not ask, and nothing 
 LOOK_S = 60.0  # s between looks for what other machines have removed
 CLOSE_S = 2.0  # s that a daemon which ends goes on sending
 REST_S = 10.0  # s after the last turn of a conversation until the state of its end is sent
+SETTLE_S = 0.2  # s after a turn until it is sent, so that its answer goes out first
 REMEMBERED = 16  # conversations whose end a daemon sends that the one before it did not
 ENDS_ASKED = 4  # last turns of a fetched path that are asked for a state
 FIRST_BYTES_PER_S = 12.5e6  # of a remote, until packs were fetched: 100 Mbit/s
@@ -275,6 +276,7 @@ class Link:
         self._open = opened
         self._remote: Remote | None = None
         self._wake = threading.Event()
+        self._hurry = threading.Event()  # an answer waits for the remote, or the daemon ends
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._offline_until = 0.0  # monotonic s; requests do not ask before it
@@ -302,6 +304,7 @@ class Link:
         self._ends_at = time.monotonic() + CLOSE_S
         self._stopped.set()
         self._wake.set()
+        self._hurry.set()
         if self._thread.is_alive():
             self._thread.join(2 * CLOSE_S)
         self.claims.close(self._remote)
@@ -325,12 +328,10 @@ class Link:
     def state(self, turns: Sequence[str]) -> RemoteState:
         """Return how stored turns stand: sent, waiting, or off if they stay here."""
         try:
-            with self._store.snapshot() as stored, self._store.reading() as connection:
+            with self._store.reading() as connection:
                 if any(outbox.waits(connection, turn) for turn in turns):
                     return "waiting"
-                sessions = {stored.turn(turn).session for turn in turns}
-                shared = [outbox.standing(connection, session) == "shared" for session in sessions]
-                return "sent" if shared and all(shared) else "off"
+                return "sent" if outbox.standings(connection, turns) == {"shared"} else "off"
         except StoreError:
             return "off"
 
@@ -344,6 +345,7 @@ class Link:
         if away:
             one.end()
             return
+        self._hurry.set()
         timer = threading.Timer(ACK_S, self._give_up, [one])
         timer.daemon = True
         timer.start()
@@ -575,6 +577,7 @@ class Link:
         self._remember()
         while True:
             self._wake.clear()
+            self._hurry.clear()
             last, wait_s = self._stopped.is_set(), LOOK_S
             try:
                 remote = self._opened()
@@ -598,5 +601,5 @@ class Link:
                 return
             if wait_s == OFFLINE_S:
                 self._stopped.wait(wait_s)
-            else:
-                self._wake.wait(wait_s)
+            elif self._wake.wait(wait_s):
+                self._hurry.wait(SETTLE_S)

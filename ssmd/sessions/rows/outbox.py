@@ -26,6 +26,12 @@ Standing = Literal["shared", "behind", "local", "buried"]
 _o, _r, _t, _b, _m = outbox.c, remote_session.c, turn_table.c, buried_turn.c, remote_mark.c
 _STANDING = select(_r.standing).where(_r.id == bindparam("session"))
 _PARENT = select(_t.session).where(_t.id == bindparam("turn"))
+_STANDINGS = (
+    select(_r.standing)
+    .select_from(turn_table.outerjoin(remote_session, _r.id == _t.session))
+    .where(_t.id.in_(bindparam("turns", expanding=True)))
+    .distinct()
+)
 _ENDS = select(func.min(_o.id), func.max(_o.id))
 _WAITS = select(_o.id).where(_o.turn == bindparam("turn"), _o.buried.is_(False)).limit(1)
 
@@ -44,6 +50,11 @@ def standing(connection: Connection, session_id: str) -> Standing | None:
     """Return how a session stands to the remote; None if it never had to do with one."""
     found = connection.execute(_STANDING, {"session": session_id}).scalar()
     return next((one for one in get_args(Standing) if one == found), None)
+
+
+def standings(connection: Connection, turns: Sequence[str]) -> set[str | None]:
+    """Return how the sessions of stored turns stand to the remote."""
+    return set(connection.scalars(_STANDINGS, {"turns": turns}))
 
 
 def set_standing(connection: Connection, session_id: str, now: Standing) -> None:
@@ -71,7 +82,7 @@ def add_turns(connection: Connection, session: SessionInfo, turns: Sequence[NewT
             set_standing(connection, session.id, "behind")
         return
     if now is None:
-        set_standing(connection, session.id, "shared")
+        connection.execute(insert(remote_session).values(id=session.id, standing="shared"))
     _add(connection, session.id, [turn.id for turn in turns])
 
 
