@@ -141,7 +141,7 @@ def add_again(connection: Connection, session_id: str, turns: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class Mark:
-    """How often this machine has published, as a remote has confirmed it. machine: this one's name there."""
+    """The count of this machine's publications that a remote has confirmed. machine: its name there."""
 
     remote: str
     machine: str
