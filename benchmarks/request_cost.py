@@ -3,6 +3,8 @@
     benchmarks/request_cost.py [MODEL]     an artifact's name or path; default: smollm2
     benchmarks/request_cost.py --remote    stored plain requests alone: without a remote, with one, and with one whose
                                            folder is away, three times in turn
+    benchmarks/request_cost.py --before CHECKOUT
+                                           the same of this checkout and of another one, as of an older commit
 
 One client, one request after the other, each answered in full. Less: the prompt's prefill, the restore of a state, and
 the time between tokens, whose share that is not the model's overhead.py and structured.py tell. Before: until the
@@ -16,6 +18,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -78,13 +81,22 @@ def measured(daemon: DaemonProcess, requests: int, fields: Fields, first: int = 
     return [f"{x:.1f}" for x in cells]
 
 
+def in_turn(daemons: dict[str, DaemonProcess], head: str, requests: int) -> None:
+    """Measure stored plain requests of daemons that run beside one another, three times in turn."""
+    print(f"| {head} | before p50, ms | p95 | after p50, ms | p95 | in all p50, ms | p95 |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    time.sleep(3)  # for the daemons' idle work
+    for turn in range(3):
+        for way, daemon in daemons.items():
+            cells = measured(daemon, requests, {"store": True}, turn * (FIRST + requests))
+            print(f"| {way} | {' | '.join(cells)} |", flush=True)
+
+
 def with_a_remote(name: str, requests: int) -> None:
     artifact = Path(name) if Path(name).exists() else resolve(name, Settings().models_dir, "auto")
     print(
         f"# request_cost --remote: {artifact.parent.name}, {artifact.name}; {conditions()}; {requests} requests each\n"
     )
-    print("| remote | before p50, ms | p95 | after p50, ms | p95 | in all p50, ms | p95 |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as at, contextlib.ExitStack() as held:
         daemons = {}
         for way in ("none", "a folder", "a folder that is away"):
@@ -94,11 +106,20 @@ def with_a_remote(name: str, requests: int) -> None:
             daemons[way] = held.enter_context(DaemonProcess(artifact, Path(at) / way / "data", *options))
             if way.endswith("away"):
                 remote.rename(remote.with_name("away"))
-        time.sleep(3)  # for the daemons' idle work
-        for turn in range(3):
-            for way, daemon in daemons.items():
-                cells = measured(daemon, requests, {"store": True}, turn * (FIRST + requests))
-                print(f"| {way} | {' | '.join(cells)} |", flush=True)
+        in_turn(daemons, "remote", requests)
+
+
+def with_another(name: str, requests: int, checkout: Path) -> None:
+    artifact = Path(name) if Path(name).exists() else resolve(name, Settings().models_dir, "auto")
+    print(
+        f"# request_cost --before: {artifact.parent.name}, {artifact.name}; {conditions()}; {requests} requests each\n"
+    )
+    with tempfile.TemporaryDirectory() as at, contextlib.ExitStack() as held:
+        daemons = {}
+        for way, root in (("before", checkout.resolve()), ("now", Path(__file__).parents[1])):
+            program = ("env", f"PYTHONPATH={root}:{root / 'runtimes'}", sys.executable, "-P", "-m", "ssmd")
+            daemons[way] = held.enter_context(DaemonProcess(artifact, Path(at) / way / "data", program=program))
+        in_turn(daemons, "commit", requests)
 
 
 def main(name: str, requests: int) -> None:
@@ -121,5 +142,9 @@ if __name__ == "__main__":
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--remote", action="store_true", help="compare requests with a remote and without one")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare requests with another checkout's")
     given = parser.parse_args()
-    (with_a_remote if given.remote else main)(given.model, given.requests)
+    if given.before is not None:
+        with_another(given.model, given.requests, given.before)
+    else:
+        (with_a_remote if given.remote else main)(given.model, given.requests)
