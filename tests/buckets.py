@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -34,7 +35,10 @@ def missing() -> str:
         import obstore  # noqa: F401
     except ImportError:
         return "obstore is not installed"
-    found = subprocess.run([client_python(), "-c", "import moto.server"], capture_output=True, check=False)
+    try:
+        found = subprocess.run([client_python(), "-c", "import moto.server"], capture_output=True, check=False)
+    except AssertionError as err:
+        return str(err)
     return "moto is not installed in .venv-client" if found.returncode else ""
 
 
@@ -101,10 +105,12 @@ def environment(port: int) -> dict[str, str]:
 class Door:
     """A port through which a bucket is reached. mode: open, silent, shut, slow, or denied, from the next byte on."""
 
-    def __init__(self, port: int) -> None:
-        self.port_behind, self.mode = port, "open"
-        self.passed = 0  # bytes of clients
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
+        self.port_behind, self.mode, self._tls = port, "open", tls
+        self.asked = bytearray()  # the beginnings of what clients sent
+        self.passed, self.returned = 0, 0  # bytes of clients, of the server
         self.silent_after: int | None = None  # bytes of clients
+        self.quiet_after: int | None = None  # bytes of the server
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         threading.Thread(target=self._run, daemon=True).start()
@@ -122,14 +128,18 @@ class Door:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with client, contextlib.suppress(OSError):
+        with contextlib.ExitStack() as ends, contextlib.suppress(OSError):
+            ends.enter_context(client)
             if self.mode == "shut":
                 return
+            if self._tls is not None:
+                client = ends.enter_context(self._tls.wrap_socket(client, server_side=True))
             with socket.create_connection(("127.0.0.1", self.port_behind)) as server:
                 back = threading.Thread(target=self._back, args=(server, client), daemon=True)
                 back.start()
                 while data := client.recv(1 << 16):
                     self.passed += len(data)
+                    self.asked += data[:4096]
                     if self.silent_after is not None and self.passed > self.silent_after:
                         self.mode = "silent"
                     if self.mode == "shut":
@@ -148,6 +158,9 @@ class Door:
                     time.sleep(0.02)
                 while self.mode == "silent":
                     time.sleep(0.02)
+                self.returned += len(data)
+                if self.quiet_after is not None and self.returned > self.quiet_after:
+                    self.mode = "silent"
                 client.sendall(data)
 
 
