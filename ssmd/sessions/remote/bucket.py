@@ -4,7 +4,7 @@
     <prefix>/packs/<2 digits>/<BLAKE2b-256>         the bytes of a state
 
 Keys, region and endpoint come from the environment, or the keys from a file: an address is in the list of processes.
-Each request has an end, so that a bucket that is silent holds nobody up for long. An error of the client has the body
+Each request has an end, so that a silent bucket delays no thread for long. An error of the client has the body
 of the answer, which may have a key: it is not shown. What is read is another machine's word: each pack is checked.
 """
 
@@ -215,7 +215,7 @@ class BucketPacks:
         """List the packs that are whole, by name and size in bytes."""
         with self._errors():
             found = [(_name(one["path"]), one["size"]) for one in self._listed("packs")]
-        return sorted((name, size) for name, size in found if PACK.fullmatch(name))
+        return sorted((name, size) for name, size in found if PACK.fullmatch(name))  # no clock
 
     def remove(self, name: str) -> None:
         """Remove a pack that no row names any more, if it is there."""
@@ -235,23 +235,23 @@ class BucketPacks:
             self._put_small(clock, b"")
             now = self._client.head(self._quick, clock)["last_modified"]  # by the bucket's own clock
             self._delete(clock)
-            found = list(self._listed("packs"))  # before the rows are read
+
+            def old(one: ObjectMeta) -> bool:
+                return (now - one["last_modified"]).total_seconds() > packs.SWEPT_S
+
+            # before the rows are read
+            found = [(one["path"], one["size"]) for one in self._listed("packs") if _name(one["path"]) and old(one)]
         rows = named()
-
-        def old(one: ObjectMeta) -> bool:
-            return (now - one["last_modified"]).total_seconds() > packs.SWEPT_S
-
         with self._errors():
-            for one in found:
-                name = _name(one["path"])
-                if not (PACK.fullmatch(name) or name.startswith(PART)) or name in rows or not old(one):
+            for key, size in found:
+                if _name(key) in rows:
                     continue
                 if not dry_run:
-                    again = self._head(one["path"])
+                    again = self._head(key)
                     if again is None or not old(again):  # another machine put it again meanwhile
                         continue
-                    self._delete(one["path"])
-                count, nbytes = count + 1, nbytes + one["size"]
+                    self._delete(key)
+                count, nbytes = count + 1, nbytes + size
         return count, nbytes
 
     def _listed(self, below: str | None) -> Iterator[ObjectMeta]:
@@ -323,10 +323,10 @@ def _key(name: str) -> str:
 
 
 def _name(key: str) -> str:
-    """Return the name of a pack, or of a part of one, by its key; "" for any other key."""
-    parts = key.split("/")
-    ours = (len(parts) == 3 and parts[1] == parts[2][:2]) or (len(parts) == 2 and parts[1].startswith(PART))
-    return parts[-1] if ours else ""
+    """Return the name of a pack by its key, or that of a clock which a kill left; "" for any other key."""
+    name = key.rpartition("/")[2]
+    ours = (PACK.fullmatch(name) and key == _key(name)) or (name.startswith(PART) and key == f"packs/{name}")
+    return name if ours else ""
 
 
 def _pieces(parts: Sequence[bytes | memoryview], most: int) -> Iterator[memoryview]:

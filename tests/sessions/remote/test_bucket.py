@@ -1,4 +1,4 @@
-"""Packs in a bucket: what is lost, altered, forged or cut off is not taken, and a bucket that fails holds nobody up."""
+"""Packs in a bucket: one that is lost, altered, forged or cut off is refused, and a bucket that fails delays no request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from buckets import BUCKET, KEY, SECRET, BucketServer, Door
 from keeping import BUILD, LINEAGE, PRODUCER, SPECS, VOCABULARY, Chat, find, new_store, user
 from modules import MODULES
-from remotes import BucketPlace, altered
+from remotes import BucketPlace, altered, turn
 
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, Scope
@@ -175,6 +175,8 @@ def test_other_objects_are_left_alone(packs: BucketPacks, prefix: Prefix, monkey
     assert packs.names() == [(name, 7)]
     assert packs.sweep(lambda: [name]) == (0, 0)
     assert len(prefix.bucket.keys(prefix.name)) == 6
+    prefix.bucket.call("PUT", f"{prefix.name}/packs/.part-0", b"x")  # the clock of a sweep that was killed
+    assert packs.sweep(lambda: [name]) == (1, 1)
     prefix.bucket.call("PUT", f"{prefix.name}/packs/..%2Fup", b"x")
     for do in (packs.names, lambda: packs.sweep(lambda: [name])):
         with pytest.raises(RemoteError, match="an object that is not of a remote"):
@@ -425,6 +427,27 @@ def test_a_request_has_its_text_whatever_the_bucket_does(
     began = time.monotonic()
     assert one.asked() == (len(one.chat.ends["t1"][1]) if case == "sound" else 0)
     assert time.monotonic() - began < 10
+    door.close()
+
+
+@pytest.mark.parametrize("mode", ["silent", "shut"])
+def test_a_daemon_starts_without_the_bucket(
+    mode: str, hasty: None, with_bucket: BucketPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shares text, and states from when the bucket is back."""
+    door = Door(with_bucket.bucket.port)
+    door.mode = mode
+    monkeypatch.setattr(bucket_module, "AWAY_S", 0.2)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{door.port}")
+    began = time.monotonic()
+    remote = PostgresRemote.open(with_bucket.setting, create=True)
+    assert time.monotonic() - began < 8
+    remote.publish([turn("t1")])
+    assert remote.packs is not None
+    time.sleep(0.3)
+    door.mode = "open"
+    assert remote.packs.get(remote.packs.put([b"a state"]), 7) == b"a state"
+    remote.close()
     door.close()
 
 

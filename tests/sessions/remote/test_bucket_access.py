@@ -1,4 +1,4 @@
-"""Access to a bucket: keys that nobody else can read, a connection that is checked, and a place of one database."""
+"""Access to a bucket: keys from a file of this user alone, a connection that is checked, and a place of one database."""
 
 from __future__ import annotations
 
@@ -129,7 +129,11 @@ def test_other_variables_lead_nowhere_else(door: Door, monkeypatch: pytest.Monke
     other = f"http://127.0.0.1:{trap.port}"
     for name in ("AWS_ENDPOINT", "AWS_PROXY_URL", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "AWS_METADATA_ENDPOINT"):
         monkeypatch.setenv(name, other)
-    for name, value in {"AWS_BUCKET": "other", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true"}.items():
+    for name, value in {
+        "AWS_BUCKET": "other",
+        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true",
+        "AWS_ENDPOINT_URL_S3": "",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_PROXY", raising=False)
     opened().there(ABSENT)
