@@ -1,4 +1,4 @@
-"""Access to a bucket: keys from a file of this user alone, a connection that is checked, and a place of one database."""
+"""Access to a bucket: keys that this user alone can read, a connection that is checked, a place of one database."""
 
 from __future__ import annotations
 
