@@ -1,4 +1,4 @@
-"""Packs in a bucket: one that is lost, altered, forged or cut off is refused, and a failing bucket delays no request."""
+"""Packs in a bucket: one that is lost, altered, forged or cut off is refused; a failing bucket delays no request."""
 
 from __future__ import annotations
 

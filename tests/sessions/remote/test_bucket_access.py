@@ -15,7 +15,7 @@ import pytest
 from buckets import BUCKET, KEY, SECRET, BucketServer, Door
 from cluster import Cluster, certify
 from cryptography import x509
-from remotes import BucketPlace, turn
+from remotes import BucketPlace, DatabasePlace, turn
 
 from ssmd.sessions.remote.bucket import BucketPacks
 from ssmd.sessions.remote.postgres.address import BucketAddress, read_address
@@ -192,6 +192,21 @@ def test_a_bucket_belongs_to_one_database(with_bucket: BucketPlace, server: Clus
     with_bucket.bucket.call("PUT", key, mark.replace(b": 1", b": 2"))
     with pytest.raises(RemoteError, match="is of format 2, and this version of ssmd knows 1"):
         PostgresRemote.open(with_bucket.setting, create=False)
+
+
+def test_a_folder_moves_into_a_bucket(database: DatabasePlace, opened_bucket: BucketServer) -> None:
+    """Its files are the bucket's objects, mark included."""
+    remote = PostgresRemote.open(database.setting, create=True)
+    assert remote.packs is not None
+    name = remote.packs.put([b"a state"])
+    remote.close()
+    for file in database.packs.rglob("*"):
+        if file.is_file():
+            opened_bucket.call("PUT", f"moved/{file.relative_to(database.packs).as_posix()}", file.read_bytes())
+    moved = PostgresRemote.open(database.server.url(database.database, packs=f"s3://{BUCKET}/moved"), create=False)
+    assert moved.packs is not None
+    assert moved.packs.get(name, 7) == b"a state"
+    moved.close()
 
 
 def test_an_address_names_a_bucket() -> None:
