@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import shutil
 from pathlib import Path
 from typing import Protocol
@@ -163,7 +164,7 @@ class BucketPlace(DatabasePlace):
 
     def __init__(self, server: Cluster, bucket: BucketServer, unused: Path) -> None:
         super().__init__(server, unused)
-        self.bucket, self.prefix = bucket, f"of/{self.database}-{len(bucket.keys())}"
+        self.bucket, self.prefix = bucket, f"of/{self.database}-{secrets.token_hex(4)}"
         self.setting = server.url(self.database, packs=f"s3://{BUCKET}/{self.prefix}")
 
     def key(self, name: str) -> str:

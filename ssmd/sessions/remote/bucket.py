@@ -89,9 +89,11 @@ class BucketPacks:
         access = _access(address.keyfile)
         plain = access.endpoint.startswith("http:")  # to this computer
 
-        def store(seconds: float, **more: timedelta) -> S3Store:
-            client: dict[str, Any] = {"timeout": timedelta(seconds=seconds), "allow_http": plain, **more}
+        def store(seconds: float, silent_s: float | None = None) -> S3Store:
+            client: dict[str, Any] = {"timeout": timedelta(seconds=seconds), "allow_http": plain}
             client |= {"connect_timeout": timedelta(seconds=_CONNECT_S), "allow_invalid_certificates": False}
+            if silent_s is not None:
+                client["read_timeout"] = timedelta(seconds=silent_s)
             if access.certificates is not None:
                 client["root_certificate"] = access.certificates
             if plain:  # no proxy of the environment: it may be another computer. One must be named to leave it out
@@ -107,13 +109,14 @@ class BucketPacks:
                     "disable_bulk_delete": True,
                 },
                 client_options=client,  # type: ignore[arg-type]
-                retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=seconds / 2)},
+                # a request that got no answer in time is not sent again, but one with an error of the server is
+                retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=(silent_s or seconds) / 2)},
                 credential_provider=lambda: access.credentials,  # type: ignore[arg-type]
             )
 
         try:
             self._quick, self._writing = store(ANSWER_S), store(PIECE_S)
-            self._reading = store(PIECE_S, read_timeout=timedelta(seconds=ANSWER_S))
+            self._reading = store(PIECE_S, ANSWER_S)
         except self._failures:
             raise RemoteError(f"{self.what} cannot be used: its settings are invalid", lasting=True) from None
         self._closed, self._away_until = False, 0.0  # monotonic s
@@ -303,9 +306,9 @@ class BucketPacks:
             why, lasting = _WORDS["AccessDenied"], True
         elif isinstance(err, self._client.exceptions.InvalidPathError):
             why = "it has an object that is not of a remote, with a name such as `a//b`: remove it"
-        elif "certificate" in said.lower():
+        elif "InvalidCertificate" in said:
             why, lasting = "its certificate is not one that is trusted here: name its authority in AWS_CA_BUNDLE", True
-        elif "timedout" in said.lower().replace(" ", "") or "kind: Timeout" in said:
+        elif "kind: Timeout" in said or "source: TimedOut" in said:
             why, silent = "it did not answer in time", True
         elif "kind: Connect" in said:
             why, silent = "it cannot be reached", True

@@ -289,10 +289,10 @@ def test_a_bucket_that_stops_halfway_is_given_up(
     name = packs.put([LARGE])
     if call == "writing":
         prefix.door.silent_after = prefix.door.passed + (2 << 20)
-        within(10, lambda: packs.put([LARGE + b"x"]), "did not answer in time")
+        within(2, lambda: packs.put([LARGE + b"x"]), "did not answer in time")
     else:
         prefix.door.quiet_after = prefix.door.returned + (2 << 20)
-        within(10, lambda: packs.get(name, len(LARGE)), "did not answer in time")
+        within(2, lambda: packs.get(name, len(LARGE)), "did not answer in time")
 
 
 def test_a_slow_bucket_is_waited_for(hasty: None, prefix: Prefix, monkeypatch: pytest.MonkeyPatch) -> None:
