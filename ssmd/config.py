@@ -114,8 +114,8 @@ class Settings(BaseSettings):
     remote: Annotated[str, AfterValidator(_remote)] | None = Field(
         None,
         description="a folder through which machines share conversations, such as one of a NAS, or a database, such "
-        "as `postgresql://user@host/database?packs=/mnt/nas/packs`; a user with access to it reads everything in it "
-        "([remote.md](remote.md))",
+        "as `postgresql://user@host/database?packs=/mnt/nas/packs`, or with `packs=s3://bucket/prefix`; a user with "
+        "access to it reads everything in it ([remote.md](remote.md))",
     )
     ack: Literal["local", "remote"] = Field(
         "local",

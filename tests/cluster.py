@@ -73,16 +73,8 @@ class Cluster:
 
     def _certify(self) -> None:
         """Make a certificate of HOST, signed by itself."""
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, HOST)])
-        key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-        made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        made = made.serial_number(1).not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-        made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST)]), critical=False)
-        made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        self.certificate.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
         secret = self.data / "server.key"
-        secret.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-        secret.chmod(0o600)
+        certify(x509.DNSName(HOST), self.certificate, secret)
         if self._user:
             shutil.chown(secret, _SERVER_USER, _SERVER_USER)
 
@@ -164,6 +156,19 @@ class Cluster:
     def cut_off(self, database: str) -> None:
         """End all connections to a database."""
         self.admin(f"SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = '{database}'")
+
+
+def certify(server: x509.GeneralName, certificate: Path, secret: Path, *, ca: bool = True) -> None:
+    """Write a certificate of a server, signed by itself, and its key. ca: it is that of an authority too."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, HOST)])
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(1).not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+    made = made.add_extension(x509.SubjectAlternativeName([server]), critical=False)
+    made = made.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+    certificate.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    secret.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    secret.chmod(0o600)
 
 
 @contextlib.contextmanager

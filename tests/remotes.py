@@ -1,12 +1,15 @@
-"""The two kinds of remote, as tests make, damage and take them away: a folder, and a database of a real server."""
+"""The kinds of remote, as tests make, damage and take them away: a folder, a database with a folder or a bucket."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
+import shutil
 from pathlib import Path
 from typing import Protocol
 
+from buckets import BUCKET, BucketServer
 from cluster import Cluster
 
 from ssmd.sessions.remote.folder import MARK, FolderRemote
@@ -31,11 +34,32 @@ class Place(Protocol):
     def rows(self) -> set[str]:
         """Return a name for each turn, state and pack that is kept, with the names of session and turn in it."""
 
+    def alter_pack(self, name: str) -> None:
+        """Damage a pack."""
+
+    def lose_pack(self, name: str) -> None:
+        """Remove a pack, as a user or a disk does."""
+
     def go_away(self) -> None:
         """Let it be out of reach."""
 
     def come_back(self) -> None:
         """Let it be in reach again."""
+
+
+def _alter_pack(root: Path, name: str) -> None:
+    [file] = root.glob(f"packs/*/{name}")
+    file.write_bytes(altered(file.read_bytes()))
+
+
+def _lose_pack(root: Path, name: str) -> None:
+    [file] = root.glob(f"packs/*/{name}")
+    file.unlink()
+
+
+def altered(data: bytes) -> bytes:
+    """Return bytes of which the last one is another."""
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
 class FolderPlace:
@@ -65,6 +89,12 @@ class FolderPlace:
     def rows(self) -> set[str]:
         files = {str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file()}
         return {name for name in files if name != MARK and not name.startswith("buried/")}
+
+    def alter_pack(self, name: str) -> None:
+        _alter_pack(self.root, name)
+
+    def lose_pack(self, name: str) -> None:
+        _lose_pack(self.root, name)
 
     def go_away(self) -> None:
         self.root.rename(self.root.with_name("away"))
@@ -101,7 +131,25 @@ class DatabasePlace:
             for table in ("turn", "ending")
             for s, t in self.sql(f"SELECT session, turn FROM ssmd.{table}")
         }
-        return found | {f"packs/{p.name}" for p in self.packs.glob("packs/*/*")}
+        return found | self.pack_rows()
+
+    def pack_rows(self) -> set[str]:
+        return {f"packs/{p.name}" for p in self.packs.glob("packs/*/*")}
+
+    def alter_pack(self, name: str) -> None:
+        _alter_pack(self.packs, name)
+
+    def lose_pack(self, name: str) -> None:
+        _lose_pack(self.packs, name)
+
+    def save_packs(self, at: Path) -> None:
+        """Copy the place for bytes, as for a backup."""
+        shutil.copytree(self.packs, at)
+
+    def restore_packs(self, at: Path) -> None:
+        """Put the place for bytes back from a copy."""
+        shutil.rmtree(self.packs)
+        shutil.copytree(at, self.packs)
 
     def go_away(self) -> None:
         self.server.admin(f"ALTER DATABASE {self.database} ALLOW_CONNECTIONS false")
@@ -109,6 +157,39 @@ class DatabasePlace:
 
     def come_back(self) -> None:
         self.server.admin(f"ALTER DATABASE {self.database} ALLOW_CONNECTIONS true")
+
+
+class BucketPlace(DatabasePlace):
+    """A database, and a prefix of its own in a bucket. The environment has the bucket's keys."""
+
+    def __init__(self, server: Cluster, bucket: BucketServer, unused: Path) -> None:
+        super().__init__(server, unused)
+        self.bucket, self.prefix = bucket, f"of/{self.database}-{secrets.token_hex(4)}"
+        self.setting = server.url(self.database, packs=f"s3://{BUCKET}/{self.prefix}")
+
+    def key(self, name: str) -> str:
+        return f"{self.prefix}/packs/{name[:2]}/{name}"
+
+    def pack_rows(self) -> set[str]:
+        return {f"packs/{key.rpartition('/')[2]}" for key in self.bucket.keys(f"{self.prefix}/packs/")}
+
+    def alter_pack(self, name: str) -> None:
+        self.bucket.call("PUT", self.key(name), altered(self.bucket.call("GET", self.key(name))))
+
+    def lose_pack(self, name: str) -> None:
+        self.bucket.call("DELETE", self.key(name))
+
+    def save_packs(self, at: Path) -> None:
+        for key in self.bucket.keys(self.prefix + "/"):
+            (at / key).parent.mkdir(parents=True, exist_ok=True)
+            (at / key).write_bytes(self.bucket.call("GET", key))
+
+    def restore_packs(self, at: Path) -> None:
+        for key in self.bucket.keys(self.prefix + "/"):
+            self.bucket.call("DELETE", key)
+        for file in at.rglob("*"):
+            if file.is_file():
+                self.bucket.call("PUT", str(file.relative_to(at)), file.read_bytes())
 
 
 def turn(name: str, session: str = "ses_1", *, chain: bytes | None = None, owner: str = "") -> RemoteTurn:

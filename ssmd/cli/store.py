@@ -62,7 +62,7 @@ def check(remote: options.Remote = None, data_dir: options.DataDir = None, as_js
             typer.echo(f"and {len(found.faults) - _SHOWN} more, which --json has")
         read = f"{counted(found.turns, 'turn')}, {counted(found.states, 'state')}, {show_size(found.nbytes)}"
         newer = f", {found.newer} of a newer version" if found.newer else ""
-        bare = "" if packs else "; no folder for bytes is named, so that no state was read"
+        bare = "" if packs else "; no place for bytes is named, so that no state was read"
         unnamed = sum(one.kind == "pack_unnamed" for one in found.faults)
         damaged = len(found.faults) - unnamed
         verdict = "all sound" if found.sound else f"{damaged} damaged or missing"
@@ -97,7 +97,7 @@ def copy(
             typer.echo(f"not copied: {said}", err=True)
         said = f"{counted(done.turns, 'turn')}, {counted(done.states, 'state')}, {show_size(done.nbytes)}"
         said = f"{said} and {counted(done.tombstones, 'tombstone')} copied to {name}; {done.there} were there"
-        typer.echo(said + ("; no states, as an address names no folder for bytes" if bare else ""))
+        typer.echo(said + ("; no states, as an address names no place for bytes" if bare else ""))
     if done.refused:
         sys.exit(FAILED)
 

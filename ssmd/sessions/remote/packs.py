@@ -30,7 +30,7 @@ SWEPT_S = 24 * 3600  # s: age of a pack without a row from which `sweep` takes i
 PART = ".part-"  # begins the name of a file that is not whole yet
 MAX_NAMES = 1_000_000  # files of one folder that are looked at
 PACK = re.compile("[0-9a-f]{64}")
-_MAX_MARK = 4096  # bytes
+MAX_MARK = 4096  # bytes of the mark of a folder or bucket
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _WORDS = {
@@ -77,23 +77,10 @@ class MountedFolder:
         if any(not name.name.startswith(PART) for name in self.root.iterdir()):
             said = f"{self.root} is not a remote, and not empty: name an empty folder, or one of a remote"
             raise RemoteError(said, lasting=True)
-        self._write(self.root, self.mark, json.dumps({"format": FORMAT} | ({"of": of} if of else {})).encode() + b"\n")
+        self._write(self.root, self.mark, mark_of(of))
 
     def _check_mark(self, of: str) -> None:
-        mark = self.root / self.mark
-        try:
-            found = json.loads(read_file(mark, _MAX_MARK))
-            version, its = found["format"], found.get("of", "")
-        except (ValueError, TypeError, KeyError, AttributeError) as err:
-            raise RemoteError(f"{mark} is not of a remote: {err}", lasting=True) from err
-        if version != FORMAT:
-            raise RemoteError(
-                f"{self.what} {self.root} is of format {version!r}, and this version of ssmd knows {FORMAT}: use the "
-                "version that made it, or another folder",
-                lasting=True,
-            )
-        if its != of:
-            raise RemoteError(f"{self.what} {self.root} belongs to another database: name its own", lasting=True)
+        check_mark(read_file(self.root / self.mark, MAX_MARK), of, f"{self.what} {self.root}")
 
     def _folders(self, folder: Path) -> list[Path]:
         """List the folders in a folder below the root. Links are left out."""
@@ -176,6 +163,13 @@ class FolderPacks:
     def __init__(self, at: MountedFolder) -> None:
         self._at = at
 
+    def prepare(self, *, create: bool, of: str) -> None:
+        """Look if the folder is the one of a database. create: make an empty folder it. Raises RemoteError."""
+        self._at.prepare(create=create, of=of)
+
+    def close(self) -> None:
+        """Close nothing: a folder keeps no connection."""
+
     def there(self, name: str) -> bool:
         """Return True if there is a pack of this name. Its bytes are checked when they are read."""
         with self._at._errors():
@@ -183,10 +177,7 @@ class FolderPacks:
 
     def put(self, parts: Sequence[bytes | memoryview]) -> str:
         """Keep a pack, given in parts, durably. Returns its name. One that is there is read, and written if damaged."""
-        running = hashlib.blake2b(digest_size=32)
-        for part in parts:
-            running.update(part)
-        name = running.hexdigest()
+        name = name_of(parts)
         try:
             self.get(name, sum(map(len, parts)))
         except InvalidTurn:
@@ -259,9 +250,44 @@ class FolderPacks:
         return count, nbytes
 
     def _folder(self, name: str) -> Path:
-        if not PACK.fullmatch(name):
-            raise InvalidTurn(f"{name[:80]!r} is not the name of a pack")
-        return self._at.root / "packs" / name[:2]
+        return self._at.root / folder_of(name)
+
+
+def folder_of(name: str) -> str:
+    """Return the folder of a pack, below the place's root. Raises InvalidTurn if it is not the name of one."""
+    if not PACK.fullmatch(name):
+        raise InvalidTurn(f"{name[:80]!r} is not the name of a pack")
+    return f"packs/{name[:2]}"
+
+
+def name_of(parts: Sequence[bytes | memoryview]) -> str:
+    """Return the name of a pack that is given in parts."""
+    running = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        running.update(part)
+    return running.hexdigest()
+
+
+def mark_of(database: str) -> bytes:
+    """Return the mark of a place for packs: of a database, or with "" of the remote itself."""
+    return json.dumps({"format": FORMAT} | ({"of": database} if database else {})).encode() + b"\n"
+
+
+def check_mark(raw: bytes, of: str, what: str) -> None:
+    """Check that a mark is of this format and of a database. what: the name of the place. Raises RemoteError."""
+    try:
+        found = json.loads(raw)
+        version, its = found["format"], found.get("of", "")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
+        raise RemoteError(f"the mark in {what} is not of a remote: {err}", lasting=True) from err
+    if version != FORMAT:
+        raise RemoteError(
+            f"{what} is of format {version!r}, and this version of ssmd knows {FORMAT}: use the version that made it, "
+            "or another place",
+            lasting=True,
+        )
+    if its != of:
+        raise RemoteError(f"{what} belongs to another database: name its own", lasting=True)
 
 
 def digest_of(data: bytes) -> str:

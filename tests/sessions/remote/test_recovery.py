@@ -39,19 +39,18 @@ class FolderBackup:
 
 
 class DatabaseBackup:
-    """A dump by pg_dump, and then a copy of the folder for bytes."""
+    """A dump by pg_dump, and then a copy of the folder or bucket for bytes."""
 
     def __init__(self, place: DatabasePlace, at: Path) -> None:
         self._place, self._at = place, at
         at.mkdir()
         self._run("pg_dump", "--format=custom", "--file", str(at / "dump"))
-        shutil.copytree(place.packs, at / "packs")
+        place.save_packs(at / "packs")
 
     def restore(self) -> None:
         self._place.server.cut_off(self._place.database)
         self._run("pg_restore", "--clean", "--if-exists", "--exit-on-error", str(self._at / "dump"))
-        shutil.rmtree(self._place.packs)
-        shutil.copytree(self._at / "packs", self._place.packs)
+        self._place.restore_packs(self._at / "packs")
 
     def _run(self, program: str, *words: str) -> None:
         server = self._place.server

@@ -118,6 +118,7 @@ def test_a_conversation_goes_on_at_either_daemon(artifacts: TinyArtifacts, tmp_p
         assert not check(one.data).damages
 
 
+@pytest.mark.parametrize("place", ["folder", "postgres", pytest.param("bucket", marks=pytest.mark.full)], indirect=True)
 @pytest.mark.parametrize("model", [pytest.param("granite-f32", marks=pytest.mark.full), "mamba-f32"])
 def test_a_state_goes_where_the_conversation_goes(
     model: str, artifacts: TinyArtifacts, tmp_path: Path, place: Place

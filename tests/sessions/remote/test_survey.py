@@ -13,8 +13,9 @@ from typing import Any
 
 import commands
 import pytest
+from buckets import BucketServer
 from keeping import SPECS, Chat, new_store
-from remotes import DatabasePlace, FolderPlace, Place
+from remotes import BucketPlace, DatabasePlace, FolderPlace, Place
 
 from ssmd.sessions.remote.ends import send_end
 from ssmd.sessions.remote.link import send
@@ -41,15 +42,10 @@ def store(tmp_path: Path, remote: Remote) -> Iterator[Store]:
     made.close()
 
 
-def root(place: Place) -> Path:
-    return place.root if isinstance(place, FolderPlace) else place.packs  # type: ignore[attr-defined]
-
-
-def pack_of(remote: Remote, place: Place, turn: TurnPlace = PLACE) -> Path:
-    raw = remote.end(turn)
+def pack_of(remote: Remote) -> str:
+    raw = remote.end(PLACE)
     assert raw is not None
-    [file] = root(place).glob(f"packs/*/{json.loads(raw)['pack']}")
-    return file
+    return str(json.loads(raw)["pack"])
 
 
 def kinds(remote: Remote) -> list[tuple[str, str]]:
@@ -66,12 +62,9 @@ def test_a_sound_remote_is_read_whole(store: Store, remote: Remote) -> None:
 
 
 def test_damages_are_found_and_named(store: Store, remote: Remote, place: Place) -> None:
-    altered = pack_of(remote, place)
-    raw = bytearray(altered.read_bytes())
-    raw[-1] ^= 1
-    altered.write_bytes(raw)
+    place.alter_pack(pack_of(remote))
     assert kinds(remote) == [("pack_damaged", "t2")]
-    altered.unlink()
+    place.lose_pack(pack_of(remote))
     assert kinds(remote) == [("pack_missing", "t2")]
     place.alter(TurnPlace("ses_1", "t1"), "body")
     assert sorted(kinds(remote)) == [("pack_missing", "t2"), ("turn_damaged", "t1")]
@@ -93,12 +86,15 @@ def test_a_turn_without_its_beginning_is_found(store: Store, remote: Remote) -> 
     assert kinds(remote) == [("turn_without_parent", "t2")]
 
 
-@pytest.fixture(params=["folder", "postgres"])
+@pytest.fixture(params=["folder", "postgres", "bucket"])
 def other(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Make an empty place of each kind for a copy."""
     if request.param == "folder":
         return FolderPlace(tmp_path / "copy")
-    return DatabasePlace(request.getfixturevalue("server"), tmp_path / "copy")
+    if request.param == "postgres":
+        return DatabasePlace(request.getfixturevalue("server"), tmp_path / "copy")
+    bucket: BucketServer = request.getfixturevalue("opened_bucket")
+    return BucketPlace(request.getfixturevalue("server"), bucket, tmp_path / "copy")
 
 
 def test_a_remote_is_copied_into_either_kind(store: Store, remote: Remote, other: Place) -> None:
@@ -156,7 +152,7 @@ def test_the_commands_say_what_there_is(store: Store, remote: Remote, place: Pla
     assert stats["oldest_waiting"]
     assert stats["pack_bytes"] > stats["turn_bytes"] > 0
     assert "waiting here  1, the oldest turn" in command(store, "stats", "--remote", place.setting).stdout
-    pack_of(remote, place).unlink()
+    place.lose_pack(pack_of(remote))
     bad = command(store, "check", "--remote", place.setting, "--json")
     assert bad.returncode == 1
     [fault] = json.loads(bad.stdout)["faults"]

@@ -1,6 +1,7 @@
-"""The address of a remote in PostgreSQL: a URL of libpq without a password, and the folder for bytes beside it.
+"""The address of a remote in PostgreSQL: a URL of libpq without a password, and the place for bytes beside it.
 
     postgresql://user@host/database?packs=/mnt/nas/packs
+    postgresql://user@host/database?packs=s3://bucket/prefix
 
 The password comes from PGPASSWORD, from ~/.pgpass, or from the file that `passfile` names. All that leaves this
 computer goes over TLS, to a server whose certificate names it: a machine in between could read everything else.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,33 @@ PARAMETERS = (
 )
 CONNECT_S = "3"  # s, unless the URL says otherwise
 _SURE = "verify-full"
+_BUCKET = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[A-Za-z0-9_.-]+){0,16})/?")
+_OWN = ("packs", "keyfile")  # parameters that libpq does not have
+
+
+@dataclass(frozen=True)
+class BucketAddress:
+    """A bucket, and the prefix of the keys in it; "" for none. keyfile: a file with the bucket's keys."""
+
+    bucket: str
+    prefix: str
+    keyfile: Path | None
+
+    @property
+    def name(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
 
 @dataclass(frozen=True)
 class Address:
-    """A server and a database. name: of both, for messages. parameters: of libpq. packs: the folder for bytes."""
+    """A server and a database. name: of both, for messages. parameters: of libpq.
+
+    packs: the folder or the bucket for bytes.
+    """
 
     name: str
     parameters: dict[str, str]
-    packs: Path | None
+    packs: Path | BucketAddress | None
 
 
 def is_address(remote: str) -> bool:
@@ -58,16 +78,12 @@ def read_address(url: str) -> Address:
         )
     if parts.fragment:
         raise _wrong("it has a `#`: write it as %23")
-    found, packs = dict[str, str](), None
+    found = dict[str, str]()
     for name, value in given:
-        if name == "packs":
-            packs = Path(value)
-        elif name in PARAMETERS:
-            found[name] = value
-        else:
-            raise _wrong(f"the parameter {name[:40]!r} is not known; there are: {', '.join(('packs', *PARAMETERS))}")
-    if packs is not None and not packs.is_absolute():
-        raise _wrong(f"`packs` is {str(packs)!r}: name a folder from the root on")
+        if name not in (*_OWN, *PARAMETERS):
+            raise _wrong(f"the parameter {name[:40]!r} is not known; there are: {', '.join((*_OWN, *PARAMETERS))}")
+        found[name] = value
+    packs = _read_packs(found.pop("packs", None), found.pop("keyfile", None))
     try:
         named = {"user": parts.username, "host": parts.hostname, "port": parts.port, "dbname": parts.path[1:]}
     except ValueError as err:
@@ -81,6 +97,26 @@ def read_address(url: str) -> Address:
     at = found.get("host", "")
     name = f"postgresql://{at if not at.startswith('/') else ''}/{found['dbname']}"
     return Address(name, found, packs)
+
+
+def _read_packs(value: str | None, keyfile: str | None) -> Path | BucketAddress | None:
+    """Read the place for bytes. Raises RemoteError, without what may have a key."""
+    if value is not None and value.lower().startswith(("s3:", "s3a:", "http:", "https:")):
+        match = _BUCKET.fullmatch(value)
+        prefix = match[2].strip("/") if match else ""
+        if match is None or any(not part.strip(".") for part in prefix.split("/") if prefix):
+            raise _wrong(
+                "`packs` is not a bucket such as s3://bucket/prefix, without a key: keys come from AWS_ACCESS_KEY_ID "
+                "and AWS_SECRET_ACCESS_KEY, or from `keyfile`, and its server from AWS_ENDPOINT_URL"
+            )
+        if keyfile is not None and not Path(keyfile).is_absolute():
+            raise _wrong(f"`keyfile` is {keyfile!r}: name a file from the root on")
+        return BucketAddress(match[1], prefix, None if keyfile is None else Path(keyfile))
+    if keyfile is not None:
+        raise _wrong("`keyfile` is for a bucket: packs=s3://bucket/prefix")
+    if value is not None and not Path(value).is_absolute():
+        raise _wrong(f"`packs` is {value!r}: name a folder from the root on, or s3://bucket/prefix")
+    return None if value is None else Path(value)
 
 
 def _wrong(why: str) -> RemoteError:
@@ -97,7 +133,7 @@ def with_tls(parameters: dict[str, str], defaults: dict[str, str]) -> dict[str, 
     done: dict[str, Any] = {"connect_timeout": CONNECT_S, "application_name": "ssmd", "tcp_user_timeout": "10000"}
     done["client_encoding"] = "utf8"  # else that of the database, and of one in SQL_ASCII text comes as bytes
     done |= parameters
-    if all(_is_here(host) for host in hosts):
+    if all(is_here(host) for host in hosts):
         return done
     mode = parameters.get("sslmode", _SURE)
     if mode != _SURE:
@@ -110,7 +146,7 @@ def with_tls(parameters: dict[str, str], defaults: dict[str, str]) -> dict[str, 
     return done | {"sslmode": _SURE, "gssencmode": "disable"}
 
 
-def _is_here(host: str) -> bool:
+def is_here(host: str) -> bool:
     """Return True for a socket and for addresses of loopback."""
     if host.startswith(("/", "@")) or host == "localhost":
         return True

@@ -1,4 +1,4 @@
-"""A remote in PostgreSQL: rows for turns, states and tombstones, and beside it a folder for the bytes of states.
+"""A remote in PostgreSQL: rows for turns, states and tombstones; beside it a folder or bucket for the bytes of states.
 
 A row of a turn never changes, but for one that was damaged. A tombstone comes before all that it removes; what another
 machine sends meanwhile is removed by that machine. So a kill at any moment leaves what the next call completes. A pack
@@ -8,21 +8,23 @@ comes before its row, and goes after it. Rows and packs are other machines' word
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sqlalchemy import Connection, TextClause, text
 
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.packs import FORMAT, FolderPacks, MountedFolder
 from ssmd.sessions.remote.postgres import leases, schema
-from ssmd.sessions.remote.postgres.address import read_address
+from ssmd.sessions.remote.postgres.address import BucketAddress, read_address
 from ssmd.sessions.remote.postgres.replies import DatabaseReplies
 from ssmd.sessions.remote.postgres.server import Server
 from ssmd.sessions.remote.remote import (
     MAX_BODY_BYTES,
     MAX_ROW_BYTES,
+    Blobs,
     InvalidTurn,
     MarkGone,
     RemoteError,
@@ -32,8 +34,9 @@ from ssmd.sessions.remote.remote import (
     UnknownVersion,
 )
 from ssmd.sessions.rows.outbox import Mark
-from ssmd.sessions.turn import ID_PATTERN
+from ssmd.sessions.turn import ID_PATTERN, StoreError
 
+log = logging.getLogger(__name__)
 MARK = "ssmd-packs.json"
 SWEEP_S = 600.0  # s that a sweep may take
 _MAX_FOUND = 256  # turns of one chain that are looked at
@@ -120,7 +123,7 @@ class PostgresRemote:
     """A remote in PostgreSQL. Safe to use from several threads, processes and machines."""
 
     def __init__(self, server: Server, packs: DatabasePacks | None) -> None:
-        """packs: None if no folder for bytes is named: then no states are sent or fetched."""
+        """packs: None if no place for bytes is named: then no states are sent or fetched."""
         self._server, self.packs, self.replies = server, packs, DatabaseReplies(server)
         self._identity = ""
 
@@ -131,7 +134,7 @@ class PostgresRemote:
         server = Server(address)
         try:
             schema.prepare(server, create=create)
-            packs = None if address.packs is None else DatabasePacks(server, address.packs)
+            packs = None if address.packs is None else DatabasePacks(server, _place_of(address.packs))
             if packs is not None:
                 packs.look()
         except BaseException:
@@ -160,6 +163,8 @@ class PostgresRemote:
 
     def close(self) -> None:
         """Close its connections."""
+        if self.packs is not None:
+            self.packs.close()
         self._server.close()
 
     def known(self, chains: Sequence[bytes], domain: Domain) -> list[TurnPlace]:
@@ -250,7 +255,7 @@ class PostgresRemote:
         Raises RemoteError, also if another machine does it now.
         """
         if self.packs is None:
-            raise RemoteError("the address of the remote names no folder for bytes: add `?packs=DIR`")
+            raise RemoteError("the address of the remote names no place for bytes: add `?packs=DIR|s3://BUCKET`")
         lease = leases.acquire(self._server, "sweep", SWEEP_S)
         if lease is None:
             raise RemoteError("another machine sweeps this remote: try again in ten minutes")
@@ -307,54 +312,90 @@ class PostgresRemote:
         self._remove_packs(self._server.write(drop))
 
     def _remove_packs(self, packs: Collection[str]) -> None:
+        """Remove packs that no row names any more. Those that cannot be removed now are left to `sweep`."""
         if self.packs is not None:
             for pack in sorted(packs):
-                self.packs.remove(pack)
+                try:
+                    self.packs.remove(pack)
+                except StoreError as err:
+                    log.warning("a state that was removed waits for `ssmd session sweep`: %s", err)
 
 
-class DatabasePacks(FolderPacks):
-    """The packs of a remote in PostgreSQL: in a folder that belongs to the database. The remote's Blobs."""
+class PackPlace(Blobs, Protocol):
+    """A place for the packs of one database: a folder, or a bucket. All methods raise RemoteError."""
 
-    def __init__(self, server: Server, folder: Path) -> None:
-        super().__init__(MountedFolder(folder, MARK, "the folder for bytes"))
-        self._server, self._looked = server, False
+    def prepare(self, *, create: bool, of: str) -> None:
+        """Look if the place is the one of a database. create: make an empty one it."""
+
+    def close(self) -> None:
+        """Close what is open."""
+
+    def remove(self, name: str) -> None:
+        """Remove a pack that no row names any more, if it is there."""
+
+    def sweep(self, named: Callable[[], Collection[str | None]], *, dry_run: bool = False) -> tuple[int, int]:
+        """Remove packs that no row names and that are a day old. Returns how many, and their bytes."""
+
+
+def _place_of(packs: Path | BucketAddress) -> PackPlace:
+    if isinstance(packs, Path):
+        return FolderPacks(MountedFolder(packs, MARK, "the folder for bytes"))
+    from ssmd.sessions.remote.bucket import BucketPacks
+
+    return BucketPacks(packs, MARK)
+
+
+class DatabasePacks:
+    """The packs of a remote in PostgreSQL: in a folder or a bucket that belongs to the database. The remote's Blobs."""
+
+    def __init__(self, server: Server, place: PackPlace) -> None:
+        self._server, self._place, self._looked = server, place, False
 
     def look(self) -> None:
-        """Look at the folder. Raises RemoteError if a user has to mend it; one that is away now may come back."""
+        """Look at the place. Raises RemoteError if a user has to mend it; one that is away now may come back."""
         try:
-            self._prepare()
+            self._prepared()
         except RemoteError as err:
             if err.lasting:
                 raise
 
+    def close(self) -> None:
+        """Close what is open."""
+        self._place.close()
+
     def there(self, name: str) -> bool:
         """Return True if there is a pack of this name. Its bytes are checked when they are read."""
-        self._prepare()
-        return super().there(name)
+        return self._prepared().there(name)
 
     def names(self) -> list[tuple[str, int]]:
         """List the packs that are whole, by name and size in bytes."""
-        self._prepare()
-        return super().names()
+        return self._prepared().names()
 
     def put(self, parts: Sequence[bytes | memoryview]) -> str:
-        """Keep a pack, given in parts, durably. Returns its name. One that is there is read, and written if damaged."""
-        self._prepare()
-        return super().put(parts)
+        """Keep a pack, given in parts, durably. Returns its name. One that is there is mended if damaged."""
+        return self._prepared().put(parts)
 
     def get(self, name: str, nbytes: int) -> bytes:
         """Return a pack of so many bytes. Raises InvalidTurn if it is not there, or not what its name says."""
-        self._prepare()
-        return super().get(name, nbytes)
+        return self._prepared().get(name, nbytes)
 
-    def _prepare(self) -> None:
-        """Look once if the folder is the database's. The first machine gives an empty one its mark."""
+    def remove(self, name: str) -> None:
+        """Remove a pack that no row names any more, if it is there."""
+        self._prepared().remove(name)
+
+    def sweep(self, named: Callable[[], Collection[str | None]], *, dry_run: bool = False) -> tuple[int, int]:
+        """Remove packs that no row names and that are a day old. Returns how many, and their bytes."""
+        return self._prepared().sweep(named, dry_run=dry_run)
+
+    def _prepared(self) -> PackPlace:
+        """Look once if the place is the database's. The first machine gives an empty one its mark."""
         if not self._looked:
             row = self._server.read(lambda connection: connection.execute(_NAME).one())
-            self._at.prepare(create=not row.packs, of=row.name)
+            self._place.prepare(create=not row.packs, of=row.name)
             if not row.packs:
                 self._server.write(lambda connection: connection.execute(_HAS_PACKS))
             self._looked = True
+        return self._place
 
 
 def _values(place: TurnPlace) -> dict[str, str]:
