@@ -1,4 +1,4 @@
-"""`ssmd store`: checks, copies and measures a remote. Daemons may go on meanwhile."""
+"""`ssmd store`: makes, checks, copies and measures a remote. Daemons may go on meanwhile."""
 
 from __future__ import annotations
 
@@ -23,16 +23,27 @@ _SHOWN = 50  # faults that are shown; all are in --json
 
 
 @contextmanager
-def _remote(data_dir: Path | None, named: str | None) -> Iterator[Remote]:
-    """Open the remote of the option or the settings. An empty place is not made one."""
+def _remote(data_dir: Path | None, named: str | None, *, create: bool = False) -> Iterator[Remote]:
+    """Open the remote of the option or the settings. create: make an empty place one."""
     from ssmd.config import Settings
     from ssmd.sessions.remote.sharing import open_at
 
     settings = Settings(data_dir=data_dir, remote=named)
     if settings.remote is None:
         fail("no remote is set: name it with --remote DIR|URL, or in the setting SSMD_REMOTE", USAGE)
-    with closing(open_at(settings.remote, create=False)) as remote:
+    with closing(open_at(settings.remote, create=create)) as remote:
         yield remote
+
+
+@app.command()
+def init(remote: options.Remote = None, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
+    """Make an empty folder or database a remote. Bring the tables of an older one to this version.
+
+    A daemon does the same when it starts, if its role may make tables.
+    """
+    with _remote(data_dir, remote, create=True) as there:
+        name = there.name
+    typer.echo(json.dumps({"remote": name}) if as_json else f"{name} is a remote")
 
 
 @app.command()

@@ -52,7 +52,7 @@ class MountedFolder:
     def prepare(self, *, create: bool, of: str = "") -> None:
         """Look if the folder is what it is to be. create: make an empty folder one. Raises RemoteError.
 
-        of: name of the database that the folder belongs to.
+        of: name of the role's remote, in a database, that the folder belongs to.
         """
         root = self.root
         with self._errors():
@@ -93,7 +93,10 @@ class MountedFolder:
                 lasting=True,
             )
         if its != of:
-            raise RemoteError(f"{self.what} {self.root} belongs to another database: name its own", lasting=True)
+            raise RemoteError(
+                f"{self.what} {self.root} belongs to another database, or to another role of this one: name its own",
+                lasting=True,
+            )
 
     def _folders(self, folder: Path) -> list[Path]:
         """List the folders in a folder below the root. Links are left out."""

@@ -2,7 +2,8 @@
 
 A row of a turn never changes, but for one that was damaged. A tombstone comes before all that it removes; what another
 machine sends meanwhile is removed by that machine. So a kill at any moment leaves what the next call completes. A pack
-comes before its row, and goes after it. Rows and packs are other machines' word: each is checked.
+comes before its row, and goes after it. Rows and packs are other machines' word: each is checked. Roles of the
+database do not meet here: each has the rows that it wrote, and its own folder.
 """
 
 from __future__ import annotations
@@ -37,83 +38,85 @@ from ssmd.sessions.turn import ID_PATTERN
 MARK = "ssmd-packs.json"
 SWEEP_S = 600.0  # s that a sweep may take
 _MAX_FOUND = 256  # turns of one chain that are looked at
-_KNOWN = text("""
+_PARTS = {
+    "{own}": "u.role = CURRENT_USER",
+    "{gone}": "EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = u.role AND t.name IN (u.session, u.turn))",
+    "{stands}": "NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = u.role AND t.name = u.session)",
+    "{body}": "format, digest, CASE WHEN octet_length(body) <= :most THEN body END AS body",
+    "{no_tombstone}": "NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = CURRENT_USER"
+    " AND t.name IN (:session, :turn))",
+}
+
+
+def _sql(statement: str) -> TextClause:
+    """Return a statement with its parts. Each names the role: policies do not bind a superuser or the tables' owner."""
+    for name, part in _PARTS.items():
+        statement = statement.replace(name, part)
+    return text(statement)
+
+
+_KNOWN = _sql("""
     WITH found AS (
         SELECT one.session, one.turn, asked.n
         FROM unnest(CAST(:chains AS bytea[])) WITH ORDINALITY AS asked (chain, n)
         CROSS JOIN LATERAL (
             SELECT session, turn FROM ssmd.turn AS u
-            WHERE u.chain = asked.chain AND (:all OR u.owner = ANY(CAST(:owners AS text[])))
-            AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))
+            WHERE {own} AND u.chain = asked.chain AND (:all OR u.owner = ANY(CAST(:owners AS text[]))) AND NOT {gone}
             LIMIT :most) AS one)
     SELECT session, turn FROM found WHERE n = (SELECT max(n) FROM found)""")
-_FETCH = text("""
-    SELECT format, digest, CASE WHEN octet_length(body) <= :most THEN body END AS body
-    FROM ssmd.turn AS u WHERE session = :session AND turn = :turn
-    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
-_FETCH_END = text("""
-    SELECT format, digest, CASE WHEN octet_length(body) <= :most THEN body END AS body
-    FROM ssmd.ending AS u WHERE session = :session AND turn = :turn
-    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
-_TURNS = text("""
-    SELECT turn FROM ssmd.turn AS u WHERE session = :session
-    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) LIMIT 1000000""")
-_ENDS = text("""
-    SELECT turn FROM ssmd.ending AS u WHERE session = :session
-    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) LIMIT 1000000""")
+_FETCH = _sql("SELECT {body} FROM ssmd.turn AS u WHERE {own} AND session = :session AND turn = :turn AND NOT {gone}")
+_FETCH_END = _sql(
+    "SELECT {body} FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = :turn AND NOT {gone}"
+)
+_TURNS = _sql("SELECT turn FROM ssmd.turn AS u WHERE {own} AND session = :session AND NOT {gone} LIMIT 1000000")
+_ENDS = _sql("SELECT turn FROM ssmd.ending AS u WHERE {own} AND session = :session AND NOT {gone} LIMIT 1000000")
 # A damaged row is written again. One of another version stays.
-_PUBLISH = text("""
+_PUBLISH = _sql("""
     INSERT INTO ssmd.turn AS old (session, turn, owner, chain, format, digest, body)
-    SELECT :session, :turn, :owner, :chain, :format, sha256(:body), :body
-    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (:session, :turn))
-    ON CONFLICT (session, turn) DO UPDATE
+    SELECT :session, :turn, :owner, :chain, :format, sha256(:body), :body WHERE {no_tombstone}
+    ON CONFLICT (session, role, turn) DO UPDATE
     SET owner = excluded.owner, chain = excluded.chain, digest = excluded.digest, body = excluded.body
     WHERE old.format = excluded.format AND old.digest <> sha256(old.body)""")
-_PUBLISH_END = text("""
+_PUBLISH_END = _sql("""
     INSERT INTO ssmd.ending AS old (session, turn, pack, format, digest, body)
-    SELECT :session, :turn, :pack, :format, sha256(:body), :body
-    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (:session, :turn))
-    ON CONFLICT (session, turn) DO UPDATE
+    SELECT :session, :turn, :pack, :format, sha256(:body), :body WHERE {no_tombstone}
+    ON CONFLICT (session, role, turn) DO UPDATE
     SET pack = excluded.pack, format = excluded.format, digest = excluded.digest, body = excluded.body""")
-_PACK_OF = text("SELECT pack FROM ssmd.ending WHERE session = :session AND turn = :turn FOR UPDATE")
-_REPLACE = text(
-    "DELETE FROM ssmd.ending WHERE session = :session AND turn = ANY(CAST(:turns AS text[])) RETURNING pack"
-)
+_PACK_OF = _sql("SELECT pack FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = :turn FOR UPDATE")
+_REPLACE = _sql("""
+    DELETE FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = ANY(CAST(:turns AS text[]))
+    RETURNING pack""")
 _BURY = text("INSERT INTO ssmd.tombstone (name) VALUES (:name) ON CONFLICT DO NOTHING")
-_DROP_TURNS = text("""
-    DELETE FROM ssmd.turn AS u WHERE session = ANY(CAST(:sessions AS text[]))
-    AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
-_DROP_ENDS = text("""
-    DELETE FROM ssmd.ending AS u WHERE session = ANY(CAST(:sessions AS text[]))
-    AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) RETURNING pack""")
-_DROP_REPLIES = text("""
-    DELETE FROM ssmd.reply AS u WHERE session = ANY(CAST(:sessions AS text[]))
-    AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name = u.session OR t.name = ANY(u.turns))""")
-_ANY_BURIED = text("SELECT EXISTS (SELECT FROM ssmd.tombstone WHERE name = ANY(CAST(:names AS text[])))")
-_LEFT = text("""
-    SELECT DISTINCT session FROM ssmd.ending AS u
-    WHERE EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
-_BURIED = text("SELECT name FROM ssmd.tombstone LIMIT 1000000")
-_PACKS = text("""
-    SELECT pack FROM ssmd.ending AS u
-    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
-_SESSIONS = text("""
-    SELECT session FROM ssmd.turn AS u WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name = u.session)
-    UNION SELECT session FROM ssmd.ending AS u
-    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name = u.session)""")
-_SIZE = text("""
-    SELECT (SELECT count(DISTINCT session) FROM ssmd.turn), (SELECT count(*) FROM ssmd.turn),
-    (SELECT coalesce(sum(octet_length(body)), 0) FROM ssmd.turn), (SELECT count(*) FROM ssmd.ending),
-    (SELECT count(*) FROM ssmd.tombstone), (SELECT count(*) FROM ssmd.machine)""")
-_MARK_OF = text("SELECT mark FROM ssmd.machine WHERE name = :machine")
+_DROP_TURNS = _sql("DELETE FROM ssmd.turn AS u WHERE {own} AND session = ANY(CAST(:sessions AS text[])) AND {gone}")
+_DROP_ENDS = _sql(
+    "DELETE FROM ssmd.ending AS u WHERE {own} AND session = ANY(CAST(:sessions AS text[])) AND {gone} RETURNING pack"
+)
+_DROP_REPLIES = _sql("""
+    DELETE FROM ssmd.reply AS u WHERE {own} AND session = ANY(CAST(:sessions AS text[])) AND EXISTS (
+        SELECT FROM ssmd.tombstone AS t WHERE t.role = u.role AND (t.name = u.session OR t.name = ANY(u.turns)))""")
+_ANY_BURIED = _sql("""
+    SELECT EXISTS (SELECT FROM ssmd.tombstone AS u WHERE {own} AND name = ANY(CAST(:names AS text[])))""")
+_LEFT = _sql("SELECT DISTINCT session FROM ssmd.ending AS u WHERE {own} AND {gone}")
+_BURIED = _sql("SELECT name FROM ssmd.tombstone AS u WHERE {own} LIMIT 1000000")
+_PACKS = _sql("SELECT pack FROM ssmd.ending AS u WHERE {own} AND NOT {gone}")
+_SESSIONS = _sql("""
+    SELECT session FROM ssmd.turn AS u WHERE {own} AND {stands}
+    UNION SELECT session FROM ssmd.ending AS u WHERE {own} AND {stands}""")
+_SIZE = _sql("""
+    SELECT (SELECT count(DISTINCT session) FROM ssmd.turn AS u WHERE {own}),
+    (SELECT count(*) FROM ssmd.turn AS u WHERE {own}),
+    (SELECT coalesce(sum(octet_length(body)), 0) FROM ssmd.turn AS u WHERE {own}),
+    (SELECT count(*) FROM ssmd.ending AS u WHERE {own}), (SELECT count(*) FROM ssmd.tombstone AS u WHERE {own}),
+    (SELECT count(*) FROM ssmd.machine AS u WHERE {own})""")
+_MARK_OF = _sql("SELECT mark FROM ssmd.machine AS u WHERE {own} AND name = :machine")
 _SET_MARK = text("""
     INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, :mark)
-    ON CONFLICT (name) DO UPDATE SET mark = greatest(old.mark, excluded.mark), at = now()""")
+    ON CONFLICT (role, name) DO UPDATE SET mark = greatest(old.mark, excluded.mark), at = now()""")
 _RAISE_MARK = text("""
     INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, 1)
-    ON CONFLICT (name) DO UPDATE SET mark = old.mark + 1, at = now() RETURNING mark""")
-_NAME = text("SELECT CAST(name AS text) AS name, packs FROM ssmd.remote")
-_HAS_PACKS = text("UPDATE ssmd.remote SET packs = true WHERE NOT packs")
+    ON CONFLICT (role, name) DO UPDATE SET mark = old.mark + 1, at = now() RETURNING mark""")
+_NAME = _sql("SELECT CAST(name AS text) AS name, packs FROM ssmd.role AS u WHERE {own}")
+_HAS_PACKS = _sql("UPDATE ssmd.role AS u SET packs = true WHERE {own} AND NOT packs")
 
 
 class PostgresRemote:
@@ -313,7 +316,7 @@ class PostgresRemote:
 
 
 class DatabasePacks(FolderPacks):
-    """The packs of a remote in PostgreSQL: in a folder that belongs to the database. The remote's Blobs."""
+    """The packs of a remote in PostgreSQL: in a folder that belongs to the role in it. The remote's Blobs."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         super().__init__(MountedFolder(folder, MARK, "the folder for bytes"))
@@ -348,7 +351,7 @@ class DatabasePacks(FolderPacks):
         return super().get(name, nbytes)
 
     def _prepare(self) -> None:
-        """Look once if the folder is the database's. The first machine gives an empty one its mark."""
+        """Look once if the folder is the role's. Its first machine gives an empty one its mark."""
         if not self._looked:
             row = self._server.read(lambda connection: connection.execute(_NAME).one())
             self._at.prepare(create=not row.packs, of=row.name)
