@@ -1,4 +1,4 @@
-"""`ssmd store`: makes, checks, copies and measures a remote. Daemons may go on meanwhile."""
+"""`ssmd store`: makes, checks, copies, measures and clears a remote. Daemons may go on meanwhile."""
 
 from __future__ import annotations
 
@@ -111,6 +111,42 @@ def copy(
         typer.echo(said + ("; no states, as an address names no folder for bytes" if bare else ""))
     if done.refused:
         sys.exit(FAILED)
+
+
+@app.command()
+def retain(
+    days: Annotated[
+        float | None, typer.Option(help="Remove states that were not written or fetched for so many days.", min=0)
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option("--size", help="Remove states until all take no more, such as 20GB.", metavar="SIZE")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    remote: options.Remote = None,
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Remove states from the remote, those first that were not used for longest. No turn is removed.
+
+    A conversation whose state is gone is read again on the next machine. Daemons may go on meanwhile.
+    """
+    from ssmd.machine.size import parse_size, show_size
+    from ssmd.sessions.remote.retention import Retention
+
+    if days is None and size is None:
+        fail("say which states go: --days N, or --size SIZE, or both", USAGE)
+    try:
+        limits = Retention(None if days is None else days * 86400, None if size is None else parse_size(size))
+    except ValueError as err:
+        fail(f"--size {size}: {err}", USAGE)
+    with _remote(data_dir, remote) as there:
+        done, name = there.retain(limits, dry_run=dry_run), there.name
+    if as_json:
+        gone = {"states": done.states, "bytes": done.nbytes, "removed": not dry_run}
+        typer.echo(json.dumps({"remote": name, **gone, "kept": done.kept, "kept_bytes": done.kept_bytes}))
+        return
+    said = f"{counted(done.states, 'state')}, {show_size(done.nbytes)}, {'would be removed' if dry_run else 'removed'}"
+    typer.echo(f"{said} from {name}; {counted(done.kept, 'state')}, {show_size(done.kept_bytes)}, kept")
 
 
 @app.command()

@@ -21,10 +21,13 @@ import errno
 import hashlib
 import json
 import os
+import secrets
+import stat
 from collections.abc import Collection, Sequence
 from itertools import islice
 from pathlib import Path
 
+from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.packs import FORMAT, MAX_NAMES, PACK, PART, FolderPacks, MountedFolder, digest_of, read_file
 from ssmd.sessions.remote.remote import (
@@ -38,6 +41,7 @@ from ssmd.sessions.remote.remote import (
     TurnPlace,
     UnknownVersion,
 )
+from ssmd.sessions.remote.retention import KeptState, Retention, RetentionCounts
 from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.turn import ID_PATTERN
 
@@ -290,6 +294,53 @@ class FolderRemote(MountedFolder):
             return {self._pack_of(one, path.name) for one in ends for path, _ in self._about(one) if _is_id(path.name)}
 
         return self.packs.sweep(named, dry_run=dry_run)
+
+    def used(self, place: TurnPlace) -> None:
+        """Note that the state of a turn was fetched, for the remote's retention: the time of its row is that."""
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            folder = self._ends(place.session)
+            if self._is_folder(folder) and stat.S_ISREG((folder / place.turn).lstat().st_mode):
+                os.utime(folder / place.turn)
+
+    def retain(self, limits: Retention, *, dry_run: bool = False) -> RetentionCounts:
+        """Remove the states beyond limits, rows first. Their turns stay. Returns what went, and what stays.
+
+        A state that is written or fetched meanwhile stays, unless that is at the very moment of its removal.
+        """
+        sizes, states, times = dict(self.packs.names()), list[KeptState](), dict[TurnPlace, float]()
+        with self._errors():
+            now = self._now()
+            for ends in [one for part in self._folders(self.root / "ends") for one in self._folders(part)]:
+                for path, about in self._about(ends):
+                    place, pack = TurnPlace(ends.name, path.name), self._pack_of(ends, path.name)
+                    if _is_id(place.session) and _is_id(place.turn) and pack is not None:
+                        states.append(KeptState(place, pack, now - about.st_mtime, sizes.get(pack, 0)))
+                        times[place] = about.st_mtime
+            leaving = limits.leaving(states)
+            if dry_run:
+                return RetentionCounts.of(states, leaving)
+            gone = [one for one in leaving if self._retire(one.place, times[one.place])]
+        return RetentionCounts.of(states, gone)
+
+    def _now(self) -> float:
+        """Return the folder's own time, in s."""
+        clock = self.root / f"{PART}{secrets.token_hex(8)}"
+        os.close(os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOLINK, 0o600))
+        try:
+            return clock.lstat().st_mtime
+        finally:
+            clock.unlink()
+
+    def _retire(self, place: TurnPlace, time: float) -> bool:
+        """Remove a state that was last used then. Returns False if it was used since."""
+        folder = self._ends(place.session)
+        try:
+            if not self._is_folder(folder) or (folder / place.turn).lstat().st_mtime != time:
+                return False
+        except FileNotFoundError:
+            return False
+        self._remove_end(folder, place.turn)
+        return True
 
     def buried(self) -> Collection[str]:
         """Return the sessions and the turns that were buried."""

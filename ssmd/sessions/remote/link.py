@@ -282,6 +282,7 @@ class Link:
         self._ends_at = math.inf  # monotonic s
         self._problem = ""
         self._late: list[threading.Thread] = []  # look-ups that did not come in time
+        self._fetched = set[TurnPlace]()  # turns whose state was fetched, to be noted in the remote
         self._fetching = threading.Lock()  # held while a state is in memory, which may take MAX_PACK_BYTES
         self._resting = RestingEnds(clock)  # for the thread alone
         self._bandwidth = Bandwidth()
@@ -471,6 +472,9 @@ class Link:
         except RemoteError as err:  # of the folder for bytes; turns may come all the same
             log.warning("the state of turn %s is read again: %s", body.turn, err)
             return
+        else:
+            with self._lock:
+                self._fetched.add(body.place)
         self._bandwidth.add(body.nbytes, time.monotonic() - began)
 
     def _position(self, body: EndBody, domain: Domain, reader: RemoteReader) -> int:
@@ -547,6 +551,14 @@ class Link:
             for session in self._store.sessions(REMEMBERED):
                 self._resting.note(session.id)
 
+    def _note_fetched(self, remote: Remote) -> None:
+        """Note in the remote which states were fetched, so that its retention keeps them. Raises nothing."""
+        with self._lock:
+            places, self._fetched = self._fetched, set()
+        with contextlib.suppress(RemoteError):  # such as one that is read-only
+            for place in places:
+                remote.used(place)
+
     def _send_ends(self, remote: Remote) -> None:
         """Send the states of ends that have rested; of all that are noted if the daemon ends. Raises nothing.
 
@@ -586,6 +598,7 @@ class Link:
                 record = partial(self.claims.record, remote)
                 send(self._store, remote, self._is_over, self._resting.note, self._went, record)
                 self._well()
+                self._note_fetched(remote)
                 self._send_ends(remote)
                 wait_s = min(wait_s, self._resting.wait_s)
             except StoreError as err:

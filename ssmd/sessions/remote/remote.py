@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ssmd.sessions.domain import Domain
+from ssmd.sessions.remote.retention import Retention, RetentionCounts
 from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.turn import StoreError
 
@@ -201,3 +202,9 @@ class Remote(Protocol):
 
     def sweep(self, *, dry_run: bool = False) -> tuple[int, int]:
         """Remove packs that no row names and that are a day old. Returns how many, and their bytes."""
+
+    def used(self, place: TurnPlace) -> None:
+        """Note that the state of a turn was fetched, for the remote's retention."""
+
+    def retain(self, limits: Retention, *, dry_run: bool = False) -> RetentionCounts:
+        """Remove the states beyond limits, rows first. Their turns stay. Returns what went, and what stays."""

@@ -32,11 +32,13 @@ from ssmd.sessions.remote.remote import (
     TurnPlace,
     UnknownVersion,
 )
+from ssmd.sessions.remote.retention import KeptState, Retention, RetentionCounts
 from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.turn import ID_PATTERN
 
 MARK = "ssmd-packs.json"
 SWEEP_S = 600.0  # s that a sweep may take
+_AT_ONCE = 500  # states that `retain` removes in one transaction
 _MAX_FOUND = 256  # turns of one chain that are looked at
 _PARTS = {
     "{own}": "u.role = CURRENT_USER",
@@ -81,7 +83,7 @@ _PUBLISH_END = _sql("""
     INSERT INTO ssmd.ending AS old (session, turn, pack, format, digest, body)
     SELECT :session, :turn, :pack, :format, sha256(:body), :body WHERE {no_tombstone}
     ON CONFLICT (session, role, turn) DO UPDATE
-    SET pack = excluded.pack, format = excluded.format, digest = excluded.digest, body = excluded.body""")
+    SET pack = excluded.pack, format = excluded.format, digest = excluded.digest, body = excluded.body, at = now()""")
 _PACK_OF = _sql("SELECT pack FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = :turn FOR UPDATE")
 _REPLACE = _sql("""
     DELETE FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = ANY(CAST(:turns AS text[]))
@@ -99,6 +101,19 @@ _ANY_BURIED = _sql("""
 _LEFT = _sql("SELECT DISTINCT session FROM ssmd.ending AS u WHERE {own} AND {gone}")
 _BURIED = _sql("SELECT name FROM ssmd.tombstone AS u WHERE {own} LIMIT 1000000")
 _PACKS = _sql("SELECT pack FROM ssmd.ending AS u WHERE {own} AND NOT {gone}")
+# A row is written once an hour at most because its state was fetched.
+_USED = _sql("""
+    UPDATE ssmd.ending AS u SET at = now()
+    WHERE {own} AND session = :session AND turn = :turn AND at < now() - interval '1 hour'""")
+_STATES = _sql("""
+    SELECT session, turn, pack, at, CAST(extract(epoch FROM now() - at) AS double precision) AS idle_s
+    FROM ssmd.ending AS u WHERE {own} AND NOT {gone}""")
+_RETIRE = _sql("""
+    DELETE FROM ssmd.ending AS u
+    USING unnest(CAST(:sessions AS text[]), CAST(:turns AS text[]), CAST(:times AS timestamptz[]))
+        AS old (session, turn, at)
+    WHERE {own} AND u.session = old.session AND u.turn = old.turn AND u.at = old.at
+    RETURNING u.pack""")
 _SESSIONS = _sql("""
     SELECT session FROM ssmd.turn AS u WHERE {own} AND {stands}
     UNION SELECT session FROM ssmd.ending AS u WHERE {own} AND {stands}""")
@@ -252,27 +267,75 @@ class PostgresRemote:
 
         Raises RemoteError, also if another machine does it now.
         """
-        if self.packs is None:
-            raise RemoteError("the address of the remote names no folder for bytes: add `?packs=DIR`")
-        lease = leases.acquire(self._server, "sweep", SWEEP_S)
-        if lease is None:
-            raise RemoteError("another machine sweeps this remote: try again in ten minutes")
+        packs, lease = self._swept()
 
         def named() -> set[str | None]:
             def read(connection: Connection) -> set[str | None]:
-                if not leases.holds(connection, lease):
-                    raise RemoteError("another machine sweeps this remote by now: nothing was removed")
+                _check_swept(connection, lease)
                 return set(connection.scalars(_PACKS))
 
             return self._server.write(read)
 
         try:
-            done = self.packs.sweep(named, dry_run=dry_run)
+            done = packs.sweep(named, dry_run=dry_run)
             if not dry_run:  # rows of removed sessions: their machine was killed before it saw the tombstone
                 self._drop_buried(self._names(_LEFT, {}))
             return done
         finally:
             leases.release(self._server, lease)
+
+    def used(self, place: TurnPlace) -> None:
+        """Note that the state of a turn was fetched, for the remote's retention."""
+        self._server.write(lambda connection: connection.execute(_USED, _values(place)))
+
+    def retain(self, limits: Retention, *, dry_run: bool = False) -> RetentionCounts:
+        """Remove the states beyond limits, rows first. Their turns stay. Returns what went, and what stays.
+
+        A state that is written or fetched meanwhile stays. Raises RemoteError, also if another machine sweeps now.
+        """
+        packs, lease = self._swept()
+        try:
+            sizes = dict(packs.names())
+            rows = self._server.read(lambda connection: connection.execute(_STATES).all())
+            states = [
+                KeptState(TurnPlace(row.session, row.turn), row.pack, row.idle_s, sizes.get(row.pack, 0))
+                for row in rows
+            ]
+            leaving = limits.leaving(states)
+            if dry_run:
+                return RetentionCounts.of(states, leaving)
+            times, gone = {TurnPlace(row.session, row.turn): row.at for row in rows}, set[str]()
+            for at in range(0, len(leaving), _AT_ONCE):
+                some = leaving[at : at + _AT_ONCE]
+                gone |= self._retire([(one.place, times[one.place]) for one in some], lease)
+            return RetentionCounts.of(states, [one for one in leaving if one.pack in gone])
+        finally:
+            leases.release(self._server, lease)
+
+    def _retire(self, states: Sequence[tuple[TurnPlace, object]], lease: leases.Lease) -> set[str]:
+        """Remove states that were last used then, and their packs. Returns those."""
+        values = {
+            "sessions": [place.session for place, _ in states],
+            "turns": [place.turn for place, _ in states],
+            "times": [time for _, time in states],
+        }
+
+        def retire(connection: Connection) -> set[str]:
+            _check_swept(connection, lease)
+            return set(connection.scalars(_RETIRE, values))
+
+        packs = self._server.write(retire)
+        self._remove_packs(packs)
+        return packs
+
+    def _swept(self) -> tuple[DatabasePacks, leases.Lease]:
+        """Return the packs, and the lease of the one machine that removes some. Raises RemoteError."""
+        if self.packs is None:
+            raise RemoteError("the address of the remote names no folder for bytes: add `?packs=DIR`")
+        lease = leases.acquire(self._server, "sweep", SWEEP_S)
+        if lease is None:
+            raise RemoteError("another machine sweeps this remote: try again in ten minutes")
+        return self.packs, lease
 
     def _body(self, query: TextClause, place: TurnPlace, most: int) -> bytes | None:
         values = {"most": most, **_values(place)}
@@ -358,6 +421,11 @@ class DatabasePacks(FolderPacks):
             if not row.packs:
                 self._server.write(lambda connection: connection.execute(_HAS_PACKS))
             self._looked = True
+
+
+def _check_swept(connection: Connection, lease: leases.Lease) -> None:
+    if not leases.holds(connection, lease):
+        raise RemoteError("another machine sweeps this remote by now: the rest was not removed")
 
 
 def _values(place: TurnPlace) -> dict[str, str]:
