@@ -133,7 +133,8 @@ Remote = Annotated[
     str | None,
     typer.Option(
         help="Share conversations with other machines through this folder, or this PostgreSQL database "
-        "(postgresql://user@host/db?packs=DIR). A user with access to it reads everything.",
+        "(postgresql://user@host/db?packs=DIR). A user with access to the folder, or with the same role in the database, "
+        "reads everything.",
         metavar="DIR|URL",
     ),
 ]

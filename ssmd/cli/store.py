@@ -16,7 +16,7 @@ from ssmd.cli.output import FAILED, USAGE, counted, fail, lines
 from ssmd.cli.session import open_store
 
 if TYPE_CHECKING:
-    from ssmd.sessions.remote.remote import Remote
+    from ssmd.sessions.remote.remote import Quota, Remote
 
 app = typer.Typer(help="The remote, through which machines share conversations (docs/remote.md).", no_args_is_help=True)
 _SHOWN = 50  # faults that are shown; all are in --json
@@ -157,15 +157,18 @@ def stats(remote: options.Remote = None, data_dir: options.DataDir = None, as_js
     from ssmd.machine.size import show_size
     from ssmd.sessions.rows import outbox
 
-    with _remote(data_dir, remote) as there:
+    with _remote(data_dir, remote) as there, open_store(data_dir) as store:
         size, name = there.size(), there.name
         packs = [] if there.packs is None else there.packs.names()
-    with open_store(data_dir) as store, store.reading() as connection:
-        waiting, oldest = outbox.waiting(connection), outbox.oldest(connection)
+        with store.reading() as connection:
+            waiting, oldest = outbox.waiting(connection), outbox.oldest(connection)
+            mark = outbox.read_mark(connection, there.identity)
+        quota = None if mark is None else there.quota(mark.machine)
     state_bytes = sum(nbytes for _, nbytes in packs)
     since = None if oldest is None else datetime.fromtimestamp(oldest / 1e6, UTC).isoformat(timespec="seconds")
     if as_json:
-        more = {"packs": len(packs), "pack_bytes": state_bytes, "waiting": waiting, "oldest_waiting": since}
+        own = {"machine": mark.machine if mark else None, "quota": vars(quota) if quota else None}
+        more = {"packs": len(packs), "pack_bytes": state_bytes, "waiting": waiting, "oldest_waiting": since, **own}
         typer.echo(json.dumps({"remote": name, **vars(size), **more}))
         return
     rows = [
@@ -175,7 +178,14 @@ def stats(remote: options.Remote = None, data_dir: options.DataDir = None, as_js
         ("states", f"{size.states}, {show_size(state_bytes)} in {counted(len(packs), 'pack')}"),
         ("tombstones", str(size.tombstones)),
         ("machines", str(size.machines)),
+        *([("this machine", _machine(mark.machine, quota))] if mark is not None else []),
         ("waiting here", f"{waiting}" + (f", the oldest turn is of {since}" if since else "")),
     ]
     for line in lines(rows):
         typer.echo(line)
+
+
+def _machine(name: str, quota: Quota | None) -> str:
+    from ssmd.machine.size import show_size
+
+    return name if quota is None else f"{name}, {show_size(quota.used)} of {show_size(quota.limit)}"

@@ -76,6 +76,14 @@ class RemoteSize:
 
 
 @dataclass(frozen=True)
+class Quota:
+    """The bytes of bodies and packs that a machine may have in a remote, and those that it has."""
+
+    limit: int
+    used: int
+
+
+@dataclass(frozen=True)
 class ReplyClaim:
     """A request that this machine may answer, by its key. No other claim has the same token and fence."""
 
@@ -197,8 +205,16 @@ class Remote(Protocol):
     def ends(self, session: str) -> list[str]:
         """List the turns of a session that have a state, in no order."""
 
-    def publish_end(self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str]) -> None:
-        """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`."""
+    def publish_end(
+        self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str], *, machine: str = "", nbytes: int = 0
+    ) -> None:
+        """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`.
+
+        machine: the one whose quota the state counts for. nbytes: of the pack.
+        """
+
+    def quota(self, machine: str) -> Quota | None:
+        """Count the bytes of a machine that has a quota; None without one."""
 
     def sweep(self, *, dry_run: bool = False) -> tuple[int, int]:
         """Remove packs that no row names and that are a day old. Returns how many, and their bytes."""

@@ -51,8 +51,9 @@ __all__ = (  # run here too: `remote` is bob's, and ann's has the same ids, some
     "test_what_was_published_first_stays",
 )
 DOCS = Path(__file__).parents[3] / "docs" / "remote.md"
-GRANTS, REMOVAL = re.findall(r"```sql\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
-TABLES = ("role", "turn", "ending", "tombstone", "reply", "lease", "machine")
+GRANTS, REMOVAL, QUOTA = re.findall(r"```sql\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
+WRITABLE = ("role", "turn", "ending", "tombstone", "reply", "lease", "machine")
+TABLES = (*WRITABLE, "quota")
 FIRST = TurnPlace("ses_1", "t1")
 SECRET = RemoteTurn(FIRST, "", turn("t1").chain, b"the words of ann")
 
@@ -182,6 +183,8 @@ REFUSED = {
     "a function": "CREATE FUNCTION ssmd.sha256(bytea) RETURNS bytea LANGUAGE sql AS 'SELECT $1'",
     "a trigger": "CREATE TRIGGER t AFTER INSERT ON ssmd.turn EXECUTE FUNCTION suppress_redundant_updates_trigger()",
     "a reference": "CREATE TEMP TABLE t (role text, name text, FOREIGN KEY (role, name) REFERENCES ssmd.tombstone)",
+    "a quota": "UPDATE ssmd.quota SET nbytes = 1 WHERE role = 'bob'",
+    "a quota of another": "INSERT INTO ssmd.quota VALUES ('ann', '', 1)",
     "the format": "UPDATE ssmd.remote SET format = 9",
     "another remote": "DELETE FROM ssmd.remote",
 }
@@ -202,7 +205,7 @@ def test_a_role_cannot_pass_by_the_policies(
     assert everything(ann) == before
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", WRITABLE)
 def test_rows_of_another_role_are_not_there(table: str, ann: PostgresRemote, place: DatabasePlace) -> None:
     """By SELECT, COPY, UPDATE, DELETE, and as the group that both roles are in."""
     leases.acquire(ann._server, "sweep", 60)
@@ -220,6 +223,21 @@ def test_rows_of_another_role_are_not_there(table: str, ann: PostgresRemote, pla
             seen = connection.execute(f"SELECT count(*) FROM pg_stats WHERE tablename = '{table}'").fetchone()
             assert seen == (0,)
     assert place.sql(count) == [(there,)]
+
+
+def test_a_quota_of_a_role_is_seen_by_it_alone(ann: PostgresRemote, place: DatabasePlace) -> None:
+    """It is set as docs/remote.md says, by the owner of the tables."""
+    with connect(place.server, "ssmd") as connection:
+        connection.execute(QUOTA)
+    quota = ann.quota("laptop")
+    assert quota is not None
+    assert quota.limit == 5_000_000_000
+    assert quota.used > len(SECRET.body)
+    bob = place.open(create=True)
+    assert bob.quota("laptop") is None
+    bob.close()
+    with connect(place.server, "bob") as connection:
+        assert connection.execute("SELECT * FROM ssmd.quota").fetchall() == []
 
 
 def test_each_table_has_a_policy_and_its_keys_a_role(ann: PostgresRemote, place: DatabasePlace) -> None:
@@ -283,10 +301,11 @@ def test_a_removed_person_leaves_nothing(ann: PostgresRemote, remote: PostgresRe
     remote.bury("ses_2", None)
     remote.replies.claim(bytes(32), bytes(32), "bob", lease_s=60, lasts_s=60)
     leases.acquire(remote._server, "sweep", 60)
+    place.sql("INSERT INTO ssmd.quota VALUES ('bob', '', 5)")
     remote.close()
     place.server.cut_off("ssmd")
     place.sql(REMOVAL)
-    assert [place.sql(f"SELECT count(*) FROM ssmd.{table} WHERE role = 'bob'") for table in TABLES] == [[(0,)]] * 7
+    assert [place.sql(f"SELECT count(*) FROM ssmd.{table} WHERE role = 'bob'") for table in TABLES] == [[(0,)]] * 8
     assert everything(ann) == before
 
 

@@ -176,7 +176,7 @@ def test_names_that_are_no_ids_are_passed_over(remote: PostgresRemote, database:
     remote.publish([turn("t1")])
     for session, name in (("..", "t1"), ("ses_1", "../t1"), ("ses_1", "t 1")):
         database.sql(
-            f"INSERT INTO ssmd.turn SELECT role, '{session}', '{name}', owner, chain, format, digest, body "
+            f"INSERT INTO ssmd.turn SELECT role, '{session}', '{name}', owner, chain, machine, format, digest, body "
             "FROM ssmd.turn WHERE turn = 't1' LIMIT 1"
         )
     database.sql("INSERT INTO ssmd.tombstone VALUES ('ssmd', 'no id')")
@@ -223,7 +223,7 @@ def test_a_remote_before_the_first_release_is_refused(
 
 def test_a_lost_lease_stops_a_migration(connected: Server, database: DatabasePlace) -> None:
     """A machine that slept in between makes no table, though it believes in its lease."""
-    database.sql("DROP TABLE ssmd.role, ssmd.turn, ssmd.ending, ssmd.tombstone, ssmd.reply, ssmd.machine")
+    database.sql("DROP TABLE ssmd.role, ssmd.turn, ssmd.ending, ssmd.tombstone, ssmd.reply, ssmd.machine, ssmd.quota")
     database.sql("UPDATE ssmd.remote SET format = 0")
     lease = leases.acquire(connected, "migrate", 0.01)
     assert lease is not None

@@ -26,6 +26,7 @@ from ssmd.sessions.remote.remote import (
     MAX_ROW_BYTES,
     InvalidTurn,
     MarkGone,
+    Quota,
     RemoteError,
     RemoteSize,
     RemoteTurn,
@@ -74,16 +75,17 @@ _TURNS = _sql("SELECT turn FROM ssmd.turn AS u WHERE {own} AND session = :sessio
 _ENDS = _sql("SELECT turn FROM ssmd.ending AS u WHERE {own} AND session = :session AND NOT {gone} LIMIT 1000000")
 # A damaged row is written again. One of another version stays.
 _PUBLISH = _sql("""
-    INSERT INTO ssmd.turn AS old (session, turn, owner, chain, format, digest, body)
-    SELECT :session, :turn, :owner, :chain, :format, sha256(:body), :body WHERE {no_tombstone}
+    INSERT INTO ssmd.turn AS old (session, turn, owner, chain, machine, format, digest, body)
+    SELECT :session, :turn, :owner, :chain, :machine, :format, sha256(:body), :body WHERE {no_tombstone}
     ON CONFLICT (session, role, turn) DO UPDATE
     SET owner = excluded.owner, chain = excluded.chain, digest = excluded.digest, body = excluded.body
     WHERE old.format = excluded.format AND old.digest <> sha256(old.body)""")
 _PUBLISH_END = _sql("""
-    INSERT INTO ssmd.ending AS old (session, turn, pack, format, digest, body)
-    SELECT :session, :turn, :pack, :format, sha256(:body), :body WHERE {no_tombstone}
+    INSERT INTO ssmd.ending AS old (session, turn, pack, machine, nbytes, format, digest, body)
+    SELECT :session, :turn, :pack, :machine, :nbytes, :format, sha256(:body), :body WHERE {no_tombstone}
     ON CONFLICT (session, role, turn) DO UPDATE
-    SET pack = excluded.pack, format = excluded.format, digest = excluded.digest, body = excluded.body, at = now()""")
+    SET pack = excluded.pack, machine = excluded.machine, nbytes = excluded.nbytes, format = excluded.format,
+        digest = excluded.digest, body = excluded.body, at = now()""")
 _PACK_OF = _sql("SELECT pack FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = :turn FOR UPDATE")
 _REPLACE = _sql("""
     DELETE FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = ANY(CAST(:turns AS text[]))
@@ -130,6 +132,13 @@ _SET_MARK = text("""
 _RAISE_MARK = text("""
     INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, 1)
     ON CONFLICT (role, name) DO UPDATE SET mark = old.mark + 1, at = now() RETURNING mark""")
+# A quota of no machine is one of each machine of the role that has none of its own.
+_QUOTA = _sql("""
+    SELECT u.nbytes,
+        (SELECT coalesce(sum(octet_length(body)), 0) FROM ssmd.turn AS t WHERE t.role = u.role AND machine = :machine)
+        + (SELECT coalesce(sum(octet_length(body) + e.nbytes), 0)
+            FROM ssmd.ending AS e WHERE e.role = u.role AND machine = :machine)
+    FROM ssmd.quota AS u WHERE {own} AND u.machine IN (:machine, '') ORDER BY u.machine DESC LIMIT 1""")
 _NAME = _sql("SELECT CAST(name AS text) AS name, packs FROM ssmd.role AS u WHERE {own}")
 _HAS_PACKS = _sql("UPDATE ssmd.role AS u SET packs = true WHERE {own} AND NOT packs")
 
@@ -210,8 +219,9 @@ class PostgresRemote:
         last: raised by one in the same transaction. Returns the new mark; 0 without `last`. Raises MarkGone.
         """
         ordered = sorted(turns, key=lambda one: (one.place.session, one.place.turn))  # no two machines wait in a circle
+        common = {"format": FORMAT, "machine": "" if last is None else last.machine}
         rows = [
-            {"owner": one.owner, "chain": one.chain, "format": FORMAT, "body": one.body, **_values(one.place)}
+            {"owner": one.owner, "chain": one.chain, "body": one.body, **common, **_values(one.place)}
             for one in ordered
         ]
 
@@ -248,9 +258,11 @@ class PostgresRemote:
         """List the turns of a session that have a state, in no order."""
         return self._names(_ENDS, {"session": session})
 
-    def publish_end(self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str]) -> None:
+    def publish_end(
+        self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str], *, machine: str = "", nbytes: int = 0
+    ) -> None:
         """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`."""
-        values = {"pack": pack, "format": FORMAT, "body": row, **_values(place)}
+        values = {"pack": pack, "format": FORMAT, "body": row, "machine": machine, "nbytes": nbytes, **_values(place)}
 
         def publish(connection: Connection) -> set[str]:
             before = set(connection.scalars(_PACK_OF, _values(place)))
@@ -261,6 +273,11 @@ class PostgresRemote:
 
         self._remove_packs(self._server.write(publish))
         self._drop_if_buried([place])
+
+    def quota(self, machine: str) -> Quota | None:
+        """Count the bytes of a machine that has a quota; None without one."""
+        row = self._server.read(lambda connection: connection.execute(_QUOTA, {"machine": machine}).one_or_none())
+        return None if row is None else Quota(int(row[0]), int(row[1]))
 
     def sweep(self, *, dry_run: bool = False) -> tuple[int, int]:
         """Remove packs that no row names and that are a day old. Returns how many, and their bytes.

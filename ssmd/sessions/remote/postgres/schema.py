@@ -50,6 +50,7 @@ _BEGINNING = (
     *_walled("lease"),
     "INSERT INTO ssmd.remote (format) VALUES (0)",
 )
+_TABLES = ("role", "turn", "ending", "tombstone", "reply", "machine", "quota")
 STEPS: tuple[tuple[str, ...], ...] = (
     (
         f"""CREATE TABLE ssmd.role (
@@ -63,22 +64,27 @@ STEPS: tuple[tuple[str, ...], ...] = (
             turn text COLLATE "C" NOT NULL,
             owner text COLLATE "C" NOT NULL,
             chain bytea NOT NULL,
+            machine text COLLATE "C" NOT NULL DEFAULT '',
             format integer NOT NULL,
             digest bytea NOT NULL,
             body bytea NOT NULL,
             at timestamptz NOT NULL DEFAULT now(),
             PRIMARY KEY (session, role, turn))""",
         "CREATE INDEX turn_chain ON ssmd.turn (chain, role, owner)",
+        "CREATE INDEX turn_machine ON ssmd.turn (machine, role)",
         f"""CREATE TABLE ssmd.ending (
             {_ROLE},
             session text COLLATE "C" NOT NULL,
             turn text COLLATE "C" NOT NULL,
             pack text COLLATE "C" NOT NULL,
+            machine text COLLATE "C" NOT NULL DEFAULT '',
+            nbytes bigint NOT NULL DEFAULT 0,
             format integer NOT NULL,
             digest bytea NOT NULL,
             body bytea NOT NULL,
             at timestamptz NOT NULL DEFAULT now(),
             PRIMARY KEY (session, role, turn))""",
+        "CREATE INDEX ending_machine ON ssmd.ending (machine, role)",
         f"""CREATE TABLE ssmd.tombstone (
             {_ROLE},
             name text COLLATE "C" NOT NULL,
@@ -105,7 +111,12 @@ STEPS: tuple[tuple[str, ...], ...] = (
             mark bigint NOT NULL,
             at timestamptz NOT NULL DEFAULT now(),
             PRIMARY KEY (role, name))""",
-        *(one for table in ("role", "turn", "ending", "tombstone", "reply", "machine") for one in _walled(table)),
+        f"""CREATE TABLE ssmd.quota (
+            {_ROLE},
+            machine text COLLATE "C" NOT NULL DEFAULT '',
+            nbytes bigint NOT NULL CHECK (nbytes >= 0),
+            PRIMARY KEY (role, machine))""",
+        *(one for table in _TABLES for one in _walled(table)),
     ),
 )
 FORMAT = FIRST + len(STEPS) - 1
