@@ -133,7 +133,7 @@ Remote = Annotated[
     str | None,
     typer.Option(
         help="Share conversations with other machines through this folder, or this PostgreSQL database "
-        "(postgresql://user@host/db?packs=DIR). A user with access to the folder, or with the same role in the database, "
+        "(postgresql://user@host/db?packs=DIR). A user with access to the folder, or to the database with its role, "
         "reads everything.",
         metavar="DIR|URL",
     ),

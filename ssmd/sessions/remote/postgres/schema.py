@@ -169,7 +169,10 @@ def _join(server: Server, *, create: bool) -> None:
     if joined:
         return
     if not create:
-        raise RemoteError(f"{server.name} holds no remote any more of the role {role!r}: is it another database?")
+        raise RemoteError(
+            f"{server.name} holds no remote any more of the role {role!r}: is it another database? If not, make it one "
+            "with `ssmd store init`"
+        )
     server.write(lambda connection: connection.execute(_JOIN))
 
 
