@@ -35,7 +35,8 @@ from ssmd.sessions.remote.postgres import postgres as statements
 from ssmd.sessions.remote.postgres.address import read_address
 from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 from ssmd.sessions.remote.postgres.server import Server
-from ssmd.sessions.remote.remote import RemoteError, RemoteTurn, ReplyClaim, TurnPlace
+from ssmd.sessions.remote.remote import Quota, RemoteError, RemoteTurn, ReplyClaim, ReplyRow, TurnPlace
+from ssmd.sessions.remote.retention import Retention
 from ssmd.sessions.rows.outbox import Mark
 
 __all__ = (  # run here too: `remote` is bob's, and ann's has the same ids, some of them removed
@@ -251,27 +252,95 @@ def test_each_table_has_a_policy_and_its_keys_a_role(ann: PostgresRemote, place:
     assert sum("role" in str(key) for (key,) in keys) == len(TABLES)
 
 
-@pytest.mark.parametrize("role", ["ssmd", "admin"], ids=["the owner of the tables", "a superuser"])
-def test_a_daemon_of_a_role_without_walls_uses_its_own_rows(
-    role: str, ann: PostgresRemote, place: DatabasePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(params=["ssmd", "admin"], ids=["the owner of the tables", "a superuser"])
+def free(request: pytest.FixtureRequest, ann: PostgresRemote, place: DatabasePlace) -> Iterator[PostgresRemote]:
+    """Return the remote of a role that policies do not bind: its statements alone do."""
+    place.sql("UPDATE ssmd.role SET packs = false WHERE role = 'ann'")
+    place.setting = place.server.url("ssmd", user=request.param, packs=str(place.packs))
+    opened = PostgresRemote.open(place.setting, create=True)
+    assert place.sql("SELECT packs FROM ssmd.role WHERE role = 'ann'") == [(False,)]
+    yield opened
+    opened.close()
+
+
+def rows_of_ann(place: DatabasePlace) -> list[object]:
+    return [place.sql(f"SELECT t::text FROM ssmd.{table} AS t WHERE role = 'ann' ORDER BY 1") for table in TABLES]
+
+
+def test_a_role_without_walls_uses_its_own_rows(ann: PostgresRemote, free: PostgresRemote) -> None:
+    assert nothing(free)
+    test_ids_of_another_role_can_be_used_and_removed(ann, free)
+
+
+def test_a_role_without_walls_removes_its_own_rows(
+    ann: PostgresRemote, free: PostgresRemote, place: DatabasePlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Policies do not bind such a role: its statements do."""
-    before = everything(ann)
-    own = DatabasePlace(place.server, tmp_path / "own", "ssmd", role).open(create=True)
-    assert nothing(own)  # type: ignore[arg-type]
-    assert isinstance(own, PostgresRemote)
-    test_ids_of_another_role_can_be_used_and_removed(ann, own)
-    place.sql("INSERT INTO ssmd.tombstone VALUES ('ann', 'ses_5')")
-    own.publish([turn("x", "ses_5")])
-    assert own.turns("ses_5") == ["x"]
-    place.sql("UPDATE ssmd.reply SET expires = now() - interval '1 day' WHERE role = 'ann'")
-    own.replies.claim(bytes(31) + b"1", bytes(32), "own", lease_s=60, lasts_s=60)
-    assert place.sql("SELECT count(*) FROM ssmd.reply WHERE role = 'ann'") == [(1,)]
+    """Ann's machine was killed before it removed what its tombstone names: that is for ann's next one."""
+    assert free.packs is not None
+    ann.publish([turn("x1", "ses_6")])
+    ann.publish_end(TurnPlace("ses_6", "x1"), "1" * 64, b"row", [])
+    ann.replies.claim(bytes(31) + b"6", bytes(32), "six", lease_s=60, lasts_s=60)
+    ann.replies.record(ReplyClaim(bytes(31) + b"6", "six", 1), "ses_6", ["x1"], b"{}")
+    place.sql("INSERT INTO ssmd.tombstone VALUES ('ann', 'ses_6')")
+    place.sql("UPDATE ssmd.ending SET at = now() - interval '9 days' WHERE role = 'ann'")
+    before = rows_of_ann(place)
+    same = free.packs.put([b"the state of ann"])
+    free.publish_end(TurnPlace("ses_7", "t1"), same, b"row", [])
+    free.publish_end(TurnPlace("ses_1", "t2"), free.packs.put([b"another"]), b"row", ["t1"])
+    free.publish_end(FIRST, free.packs.put([b"the state of another"]), b"row", [])
+    assert free.packs.there(same)  # it is named by ann's row of this turn too
+    free.used(FIRST)
+    free.bury("ses_6", None)
+    assert free.retain(Retention(nbytes=0)).states == 3
     monkeypatch.setattr(packs_module, "SWEPT_S", -60)
-    own.sweep()
-    own.close()
-    place.sql("DELETE FROM ssmd.tombstone WHERE name = 'ses_5'")
-    assert everything(ann) == before
+    free.packs.put([b"the state of ann"])
+    assert free.sweep() == (1, 16)
+    assert rows_of_ann(place) == before
+
+
+def test_tombstones_and_quotas_of_another_role_do_not_count(
+    ann: PostgresRemote, free: PostgresRemote, place: DatabasePlace
+) -> None:
+    ann.bury("ses_5", None)
+    place.sql("INSERT INTO ssmd.quota VALUES ('ann', '', 5)")
+    free.publish([turn("x1", "ses_5"), turn("x2", "ses_5")])
+    free.replies.claim(bytes(31) + b"5", bytes(32), "five", lease_s=60, lasts_s=60)
+    assert free.replies.record(ReplyClaim(bytes(31) + b"5", "five", 1), "ses_5", ["x1"], b"{}")
+    free.bury("ses_5", "x2")
+    assert (free.sessions(), free.turns("ses_5")) == (["ses_5"], ["x1"])
+    assert isinstance(free.replies.claim(bytes(31) + b"5", bytes(32), "b", lease_s=60, lasts_s=60), ReplyRow)
+    assert free.quota("laptop") is None
+    place.sql("INSERT INTO ssmd.quota SELECT role, '', 7 FROM ssmd.role WHERE role <> 'ann'")
+    assert free.quota("laptop") == Quota(7, 0)
+
+
+def test_answers_and_leases_of_another_role_do_not_count(
+    ann: PostgresRemote, free: PostgresRemote, place: DatabasePlace
+) -> None:
+    keys = [bytes(31) + bytes([n]) for n in range(4)]
+    for key in keys[:2]:
+        for remote, name in ((ann, "ann"), (free, "free")):
+            remote.replies.claim(key, bytes(32), name, lease_s=60, lasts_s=60)
+            remote.replies.record(ReplyClaim(key, name, 1), f"ses_{name}", ["t1"], b"{}")
+    assert free.replies.renew(ReplyClaim(keys[0], "ann", 1), 60) is False
+    place.sql(
+        f"UPDATE ssmd.reply SET expires = now() - interval '1 day' WHERE role = 'ann' AND key = '\\x{keys[0].hex()}'"
+    )
+    place.sql(
+        f"UPDATE ssmd.reply SET expires = now() - interval '1 day' WHERE role <> 'ann' AND key = '\\x{keys[1].hex()}'"
+    )
+    before = rows_of_ann(place)
+    free.replies.claim(keys[2], bytes(32), "free", lease_s=60, lasts_s=60)  # removes what is expired
+    found = free.replies.claim(keys[0], bytes(32), "again", lease_s=60, lasts_s=60)
+    assert isinstance(found, ReplyRow)
+    assert found.session == "ses_free"
+    assert rows_of_ann(place) == before
+    lease = leases.acquire(ann._server, "sweep", 60)
+    assert lease is not None
+    before = rows_of_ann(place)
+    assert not free._server.write(lambda connection: leases.holds(connection, lease))
+    leases.release(free._server, lease)
+    assert rows_of_ann(place) == before
 
 
 def test_two_roles_cannot_have_one_folder(ann: PostgresRemote, place: DatabasePlace, tmp_path: Path) -> None:
