@@ -552,7 +552,7 @@ class Link:
         with self._lock:
             before, self._problem = self._problem, ""
         if before:
-            log.warning("the remote is reached again")
+            log.warning("the remote takes what waits again")
 
     def _remember(self) -> None:
         """Note the conversations that were used last, whose ends the daemon before this one may not have sent."""
