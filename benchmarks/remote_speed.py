@@ -195,15 +195,16 @@ def known(rows: int) -> None:
         database = server.database()
         remote = PostgresRemote.open(server.url(database), create=True)
         held.callback(remote.close)
-        keys = ("ALTER TABLE ssmd.turn DROP CONSTRAINT turn_pkey", "DROP INDEX ssmd.turn_chain")
-        made = f"""INSERT INTO ssmd.turn (session, turn, owner, chain, format, digest, body)
-            SELECT 'ses_' || substr(md5((n / 20)::text), 1, 24), 'gen_' || substr(md5(n::text), 1, 24), '',
-                sha256(n::text::bytea), 1, sha256(body), body
+        keys = ("ALTER TABLE ssmd.turn DROP CONSTRAINT turn_pkey", "DROP INDEX ssmd.turn_chain, ssmd.turn_machine")
+        made = f"""INSERT INTO ssmd.turn (role, session, turn, owner, chain, machine, format, digest, body)
+            SELECT 'ssmd', 'ses_' || substr(md5((n / 20)::text), 1, 24), 'gen_' || substr(md5(n::text), 1, 24), '',
+                sha256(n::text::bytea), md5((n % 1000)::text), 1, sha256(body), body
             FROM (SELECT n, decode(repeat(md5(n::text), {BODY // 16}), 'hex') AS body
                 FROM generate_series(1, {rows}) n) m"""
         again = (
-            "ALTER TABLE ssmd.turn ADD PRIMARY KEY (session, turn)",
-            "CREATE INDEX turn_chain ON ssmd.turn (chain, owner)",
+            "ALTER TABLE ssmd.turn ADD PRIMARY KEY (session, role, turn)",
+            "CREATE INDEX turn_chain ON ssmd.turn (chain, role, owner)",
+            "CREATE INDEX turn_machine ON ssmd.turn (machine, role)",
             "VACUUM ANALYZE ssmd.turn",
             "CHECKPOINT",
         )

@@ -142,7 +142,7 @@ class Cluster:
         return name
 
     def url(self, database: str, **parameters: str) -> str:
-        """Return a database's address at the server's socket."""
+        """Return a database's address at the server's socket. parameters: of it, such as `user`."""
         given = {"host": str(self.sockets), "port": str(self.port), **parameters}
         return f"postgresql://ssmd@/{database}?" + "&".join(f"{name}={value}" for name, value in given.items())
 

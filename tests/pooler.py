@@ -19,8 +19,13 @@ _USER = "postgres"  # it refuses to run as root
 class Pooler:
     """PgBouncer in front of a cluster, at a socket in the cluster's folder. pool_mode is transaction."""
 
-    def __init__(self, cluster: Cluster, *, connections: int = 5, clients: int = 200, port: int = 0) -> None:
-        """connections: to the server. clients: connections that it takes. port: 0 is any free one."""
+    def __init__(
+        self, cluster: Cluster, *, connections: int = 5, clients: int = 200, port: int = 0, roles: tuple[str, ...] = ()
+    ) -> None:
+        """connections: to the server. clients: connections that it takes. port: 0 is any free one.
+
+        roles: those that it takes, each with connections of its own; without them all clients are the role `ssmd`.
+        """
         with socket.socket() as one:
             one.bind(("127.0.0.1", port))
             self.port: int = one.getsockname()[1]
@@ -29,18 +34,22 @@ class Pooler:
         settings = {
             "listen_port": self.port,
             "unix_socket_dir": cluster.folder,
-            "auth_type": "any",
+            "auth_type": "trust" if roles else "any",
+            **({"auth_file": cluster.folder / "roles.txt"} if roles else {}),
             "pool_mode": "transaction",
             "default_pool_size": connections,
             "max_client_conn": clients,
             "stats_users": "admin",
             "logfile": cluster.folder / "pgbouncer.log",
         }
-        lines = ["[databases]", f"* = host={cluster.sockets} port={cluster.port} user=ssmd", "[pgbouncer]"]
+        (cluster.folder / "roles.txt").write_text("".join(f'"{role}" ""\n' for role in roles))
+        forced = "" if roles else " user=ssmd"
+        lines = ["[databases]", f"* = host={cluster.sockets} port={cluster.port}{forced}", "[pgbouncer]"]
         file.write_text("\n".join([*lines, *(f"{name} = {value}" for name, value in settings.items())]) + "\n")
         user: dict[str, Any] = {}
         if os.geteuid() == 0:
-            shutil.chown(file, _USER, _USER)
+            for path in (file, cluster.folder / "roles.txt"):
+                shutil.chown(path, _USER, _USER)
             user = {"user": _USER, "group": _USER, "extra_groups": []}
         assert PROGRAM is not None
         command = ["sh", "-c", f"ulimit -n {clients + 200}; exec {PROGRAM} -q {file}"]

@@ -104,11 +104,13 @@ class FolderPlace:
 
 
 class DatabasePlace:
-    def __init__(self, server: Cluster, packs: Path) -> None:
-        self.server, self.packs = server, packs
+    """A role's remote in a database. role: of the server, whose rows are looked at."""
+
+    def __init__(self, server: Cluster, packs: Path, database: str = "", role: str = "ssmd") -> None:
+        self.server, self.packs, self.role = server, packs, role
         packs.mkdir(mode=0o700)
-        self.database = server.database()
-        self.setting = server.url(self.database, packs=str(packs))
+        self.database = database or server.database()
+        self.setting = server.url(self.database, user=role, packs=str(packs))
 
     def open(self, *, create: bool = False) -> Remote:
         return PostgresRemote.open(self.setting, create=create)
@@ -116,20 +118,21 @@ class DatabasePlace:
     def sql(self, statement: str) -> list[tuple[object, ...]]:
         return self.server.admin(statement, self.database)
 
+    def _where(self, place: TurnPlace) -> str:
+        return f"WHERE role = '{self.role}' AND session = '{place.session}' AND turn = '{place.turn}'"
+
     def alter(self, place: TurnPlace, part: str) -> None:
-        self.sql(
-            f"UPDATE ssmd.turn SET {part} = set_byte({part}, 0, get_byte({part}, 0) # 1) "
-            f"WHERE session = '{place.session}' AND turn = '{place.turn}'"
-        )
+        altered = f"set_byte({part}, 0, get_byte({part}, 0) # 1)"
+        self.sql(f"UPDATE ssmd.turn SET {part} = {altered} {self._where(place)}")
 
     def make_newer(self, place: TurnPlace) -> None:
-        self.sql(f"UPDATE ssmd.turn SET format = 2 WHERE session = '{place.session}' AND turn = '{place.turn}'")
+        self.sql(f"UPDATE ssmd.turn SET format = 2 {self._where(place)}")
 
     def rows(self) -> set[str]:
         found = {
             f"{table}/{s}/{t}"
             for table in ("turn", "ending")
-            for s, t in self.sql(f"SELECT session, turn FROM ssmd.{table}")
+            for s, t in self.sql(f"SELECT session, turn FROM ssmd.{table} WHERE role = '{self.role}'")
         }
         return found | self.pack_rows()
 

@@ -73,7 +73,7 @@ for _command in (session_remote.push, session_remote.pull, session_remote.local,
     session.app.command(_command.__name__)(_command)
 session.add_to(session.app)
 app.add_typer(session.app, name="session")
-app.add_typer(store.app, name="store", short_help="Check, copy and measure the remote.")
+app.add_typer(store.app, name="store", short_help="Check, copy, measure and clear the remote.")
 app.add_typer(graph.app, name="graph", short_help="Stripped graphs: models without their weights.")
 app.add_typer(config.app, name="config")
 app.add_typer(service.app, name="service")

@@ -133,7 +133,8 @@ Remote = Annotated[
     str | None,
     typer.Option(
         help="Share conversations with other machines through this folder, or this PostgreSQL database "
-        "(postgresql://user@host/db?packs=DIR|s3://BUCKET/PREFIX). A user with access to it reads everything.",
+        "(postgresql://user@host/db?packs=DIR|s3://BUCKET/PREFIX). A user with access to the folder, or to the "
+        "database with its role, reads everything.",
         metavar="DIR|URL",
     ),
 ]

@@ -1,4 +1,4 @@
-"""`ssmd store`: checks, copies and measures a remote. Daemons may go on meanwhile."""
+"""`ssmd store`: makes, checks, copies, measures and clears a remote. Daemons may go on meanwhile."""
 
 from __future__ import annotations
 
@@ -16,23 +16,34 @@ from ssmd.cli.output import FAILED, USAGE, counted, fail, lines
 from ssmd.cli.session import open_store
 
 if TYPE_CHECKING:
-    from ssmd.sessions.remote.remote import Remote
+    from ssmd.sessions.remote.remote import Quota, Remote
 
 app = typer.Typer(help="The remote, through which machines share conversations (docs/remote.md).", no_args_is_help=True)
 _SHOWN = 50  # faults that are shown; all are in --json
 
 
 @contextmanager
-def _remote(data_dir: Path | None, named: str | None) -> Iterator[Remote]:
-    """Open the remote of the option or the settings. An empty place is not made one."""
+def _remote(data_dir: Path | None, named: str | None, *, create: bool = False) -> Iterator[Remote]:
+    """Open the remote of the option or the settings. create: make an empty place one."""
     from ssmd.config import Settings
     from ssmd.sessions.remote.sharing import open_at
 
     settings = Settings(data_dir=data_dir, remote=named)
     if settings.remote is None:
         fail("no remote is set: name it with --remote DIR|URL, or in the setting SSMD_REMOTE", USAGE)
-    with closing(open_at(settings.remote, create=False)) as remote:
+    with closing(open_at(settings.remote, create=create)) as remote:
         yield remote
+
+
+@app.command()
+def init(remote: options.Remote = None, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
+    """Make an empty folder or database a remote. Bring the tables of an older one to this version.
+
+    A daemon does the same when it starts, if its role may make tables.
+    """
+    with _remote(data_dir, remote, create=True) as there:
+        name = there.name
+    typer.echo(json.dumps({"remote": name}) if as_json else f"{name} is a remote")
 
 
 @app.command()
@@ -103,6 +114,42 @@ def copy(
 
 
 @app.command()
+def retain(
+    days: Annotated[
+        float | None, typer.Option(help="Remove states that were not written or fetched for so many days.", min=0)
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option("--size", help="Remove states until all take no more, such as 20GB.", metavar="SIZE")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    remote: options.Remote = None,
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Remove states from the remote, those first that were not used for longest. No turn is removed.
+
+    A conversation whose state is gone is read again on the next machine. Daemons may go on meanwhile.
+    """
+    from ssmd.machine.size import parse_size, show_size
+    from ssmd.sessions.remote.retention import Retention
+
+    if days is None and size is None:
+        fail("say which states go: --days N, or --size SIZE, or both", USAGE)
+    try:
+        limits = Retention(None if days is None else days * 86400, None if size is None else parse_size(size))
+    except ValueError as err:
+        fail(f"--size {size}: {err}", USAGE)
+    with _remote(data_dir, remote) as there:
+        done, name = there.retain(limits, dry_run=dry_run), there.name
+    if as_json:
+        gone = {"states": done.states, "bytes": done.nbytes, "removed": not dry_run}
+        typer.echo(json.dumps({"remote": name, **gone, "kept": done.kept, "kept_bytes": done.kept_bytes}))
+        return
+    said = f"{counted(done.states, 'state')}, {show_size(done.nbytes)}, {'would be removed' if dry_run else 'removed'}"
+    typer.echo(f"{said} from {name}; {counted(done.kept, 'state')}, {show_size(done.kept_bytes)}, kept")
+
+
+@app.command()
 def stats(remote: options.Remote = None, data_dir: options.DataDir = None, as_json: options.Json = False) -> None:
     """Count what the remote has, and what waits here to be sent to it."""
     from datetime import UTC, datetime
@@ -110,15 +157,18 @@ def stats(remote: options.Remote = None, data_dir: options.DataDir = None, as_js
     from ssmd.machine.size import show_size
     from ssmd.sessions.rows import outbox
 
-    with _remote(data_dir, remote) as there:
+    with _remote(data_dir, remote) as there, open_store(data_dir) as store:
         size, name = there.size(), there.name
         packs = [] if there.packs is None else there.packs.names()
-    with open_store(data_dir) as store, store.reading() as connection:
-        waiting, oldest = outbox.waiting(connection), outbox.oldest(connection)
+        with store.reading() as connection:
+            waiting, oldest = outbox.waiting(connection), outbox.oldest(connection)
+            mark = outbox.read_mark(connection, there.identity)
+        quota = None if mark is None else there.quota(mark.machine)
     state_bytes = sum(nbytes for _, nbytes in packs)
     since = None if oldest is None else datetime.fromtimestamp(oldest / 1e6, UTC).isoformat(timespec="seconds")
     if as_json:
-        more = {"packs": len(packs), "pack_bytes": state_bytes, "waiting": waiting, "oldest_waiting": since}
+        own = {"machine": mark.machine if mark else None, "quota": vars(quota) if quota else None}
+        more = {"packs": len(packs), "pack_bytes": state_bytes, "waiting": waiting, "oldest_waiting": since, **own}
         typer.echo(json.dumps({"remote": name, **vars(size), **more}))
         return
     rows = [
@@ -128,7 +178,14 @@ def stats(remote: options.Remote = None, data_dir: options.DataDir = None, as_js
         ("states", f"{size.states}, {show_size(state_bytes)} in {counted(len(packs), 'pack')}"),
         ("tombstones", str(size.tombstones)),
         ("machines", str(size.machines)),
+        *([("this machine", _machine(mark.machine, quota))] if mark is not None else []),
         ("waiting here", f"{waiting}" + (f", the oldest turn is of {since}" if since else "")),
     ]
     for line in lines(rows):
         typer.echo(line)
+
+
+def _machine(name: str, quota: Quota | None) -> str:
+    from ssmd.machine.size import show_size
+
+    return name if quota is None else f"{name}, {show_size(quota.used)} of {show_size(quota.limit)}"

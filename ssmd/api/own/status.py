@@ -31,6 +31,7 @@ _ADVICE = {
 _REMOTE_ADVICE = {
     "unreachable": "the remote cannot be used: conversations are stored here, and are sent when it is back; the "
     "daemon's log says why",
+    "over_quota": "this machine has as many bytes in the remote as it may: new turns wait here",
     "outbox_full": "the remote was away for too long: new conversations stay here until `ssmd session push` sends them",
 }
 

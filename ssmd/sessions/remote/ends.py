@@ -11,6 +11,7 @@ serves this conversation and its forks alone.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,9 @@ from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint, Scope
 from ssmd.sessions.files.document import Hex, Id
 from ssmd.sessions.files.packing import as_stored
 from ssmd.sessions.line import Line
+from ssmd.sessions.remote.allowance import Allowance
 from ssmd.sessions.remote.body import Word, read_as
+from ssmd.sessions.remote.recovery import mark_of
 from ssmd.sessions.remote.remote import InvalidTurn, Remote, TurnPlace
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.rows.blobs import encode
@@ -37,6 +40,7 @@ from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Turn, UnknownSession
 
+log = logging.getLogger(__name__)
 FORMAT: Literal[1] = 1
 MAX_PACK_BYTES = 1 << 30  # bytes of a pack: it is in memory twice while it is taken
 _ALIGNED = 64  # bytes: numbers begin at a multiple
@@ -79,11 +83,12 @@ class RemoteReader:
     ms_per_token: float | None = None
 
 
-def send_end(store: Store, remote: Remote, session_id: str) -> int:
+def send_end(store: Store, remote: Remote, session_id: str, allowance: Allowance | None = None) -> int:
     """Send the state of a conversation's newest end, if it may go and the remote has not got it.
 
     Returns the bytes of the pack; 0 if nothing is to be sent. The pack is whole before the row that names it, and the
-    rows of the ends before it are removed after that. Raises RemoteError, StoreError.
+    rows of the ends before it are removed after that. allowance: counts the bytes that this machine may still send.
+    Raises RemoteError, StoreError.
     """
     packs = remote.packs
     if packs is None:
@@ -93,7 +98,7 @@ def send_end(store: Store, remote: Remote, session_id: str) -> int:
             end = _newest(store, connection, session_id)
         if end is None or remote.end(TurnPlace(session_id, end)) is not None:
             return 0
-        place = TurnPlace(session_id, end)
+        place, machine = TurnPlace(session_id, end), mark_of(store, remote).machine
         with store.reading() as connection:
             found = _state_of(connection, end, session_id)
             if found is None:
@@ -102,6 +107,9 @@ def send_end(store: Store, remote: Remote, session_id: str) -> int:
             spec = as_stored(row)
             nbytes = len(_head(place)) + 4 * row.position + spec.nbytes_at(row.position)
             if nbytes > MAX_PACK_BYTES:
+                return 0
+            if allowance is not None and not allowance.takes_state(remote, machine, nbytes):
+                log.info("the state of session %s stays here: this machine may not have more in the remote", session_id)
                 return 0
             state = store.load_in(connection, row.id, spec)
     except UnknownSession:  # it was removed meanwhile
@@ -129,7 +137,8 @@ def send_end(store: Store, remote: Remote, session_id: str) -> int:
     with store.reading() as connection:  # ends of other machines that are not known here stay
         known = select(turn.c.id).where(turn.c.session == session_id, turn.c.id.in_(older[:500]))
         replaced = list(connection.scalars(known))
-    remote.publish_end(place, pack, body.model_dump_json().encode(), replaced)
+    raw = body.model_dump_json().encode()
+    remote.publish_end(place, pack, raw, replaced, machine=machine, nbytes=nbytes)
     return nbytes
 
 

@@ -21,10 +21,13 @@ import errno
 import hashlib
 import json
 import os
+import secrets
+import stat
 from collections.abc import Collection, Sequence
 from itertools import islice
 from pathlib import Path
 
+from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.packs import FORMAT, MAX_NAMES, PACK, PART, FolderPacks, MountedFolder, digest_of, read_file
 from ssmd.sessions.remote.remote import (
@@ -32,12 +35,14 @@ from ssmd.sessions.remote.remote import (
     MAX_ROW_BYTES,
     InvalidTurn,
     MarkGone,
+    Quota,
     RemoteError,
     RemoteSize,
     RemoteTurn,
     TurnPlace,
     UnknownVersion,
 )
+from ssmd.sessions.remote.retention import KeptState, Retention, RetentionCounts
 from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.turn import ID_PATTERN
 
@@ -161,7 +166,7 @@ class FolderRemote(MountedFolder):
                     continue
                 chain, name = self._chain(turn.chain), f"{place.session}~{place.turn}~{_tag(turn.owner)}"
                 try:
-                    self._keep(self._session(place.session), place, turn)
+                    self._keep(self._session(place.session), place, turn, "" if last is None else last.machine)
                     self._folder(chain)
                     self._touch(chain, name)
                 except FileNotFoundError:
@@ -177,7 +182,7 @@ class FolderRemote(MountedFolder):
     def _is_gone(self, place: TurnPlace) -> bool:
         return self._is_buried(place.session) or self._is_buried(place.turn)
 
-    def _keep(self, folder: Path, place: TurnPlace, turn: RemoteTurn) -> None:
+    def _keep(self, folder: Path, place: TurnPlace, turn: RemoteTurn, machine: str) -> None:
         self._folder(folder)
         try:
             _body_of(read_file(folder / place.turn, MAX_BODY_BYTES + _MAX_HEAD), place)
@@ -187,6 +192,7 @@ class FolderRemote(MountedFolder):
         except (OSError, InvalidTurn):  # it is not there, or damaged
             pass
         head = {"format": FORMAT, "chain": turn.chain.hex(), "owner": turn.owner, "blake2b": digest_of(turn.body)}
+        head |= {"machine": machine} if machine else {}
         self._write(folder, place.turn, json.dumps(head).encode() + b"\n" + turn.body)
 
     def bury(self, session: str, turn: str | None) -> None:
@@ -239,14 +245,16 @@ class FolderRemote(MountedFolder):
         with self._errors():
             return [name for name in islice(self._names(self._ends(session)), MAX_NAMES) if _is_id(name)]
 
-    def publish_end(self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str]) -> None:
+    def publish_end(
+        self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str], *, machine: str = "", nbytes: int = 0
+    ) -> None:
         """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`."""
         with self._errors():
             folder = self._ends(place.session)
             if not self._is_gone(place):
                 before = self._pack_of(folder, place.turn) if self._is_folder(folder) else None
                 self._folder(folder)
-                head = {"format": FORMAT, "pack": pack, "blake2b": digest_of(row)}
+                head = {"format": FORMAT, "pack": pack, "blake2b": digest_of(row), "machine": machine, "nbytes": nbytes}
                 self._write(folder, place.turn, json.dumps(head).encode() + b"\n" + row)
                 if before is not None and before != pack:
                     self.packs.remove(before)
@@ -255,6 +263,35 @@ class FolderRemote(MountedFolder):
             if self._is_gone(place):  # buried meanwhile, by a machine that may not have seen this
                 self._remove_end(folder, place.turn)
                 self.packs.remove(pack)
+
+    def quota(self, machine: str) -> Quota | None:
+        """Count the bytes of a machine that has a quota; None without one. Reads the heads of all turns and states."""
+        with self._errors():
+            limit = self._limit(machine)
+            if limit is None:
+                return None
+            used = 0
+            for kind in ("sessions", "ends"):
+                sessions = [one for part in self._folders(self.root / kind) for one in self._folders(part)]
+                for path, about in [one for session in sessions for one in self._about(session) if _is_id(one[0].name)]:
+                    with contextlib.suppress(FileNotFoundError, InvalidTurn):
+                        head, _ = _parted(read_file(path, _MAX_HEAD), TurnPlace(path.parent.name, path.name))
+                        if head.get("machine") == machine:
+                            nbytes = head.get("nbytes")
+                            used += about.st_size + (nbytes if isinstance(nbytes, int) else 0)
+        return Quota(limit, used)
+
+    def _limit(self, machine: str) -> int | None:
+        """Return a machine's quota in bytes, from the file of its name or else that of all; None without one."""
+        folder = self.root / "quotas"
+        for name in (machine, "all"):
+            with contextlib.suppress(FileNotFoundError):
+                if self._is_folder(folder):
+                    said = read_file(folder / name, _MAX_HEAD).decode("utf-8", "replace").strip()
+                    if not said.isdecimal():
+                        raise RemoteError(f"{folder / name} is not a number of bytes: correct it", refused=True)
+                    return int(said)
+        return None
 
     def _ends(self, session: str) -> Path:
         return self.root / "ends" / hashlib.blake2b(session.encode(), digest_size=1).hexdigest() / session
@@ -290,6 +327,53 @@ class FolderRemote(MountedFolder):
             return {self._pack_of(one, path.name) for one in ends for path, _ in self._about(one) if _is_id(path.name)}
 
         return self.packs.sweep(named, dry_run=dry_run)
+
+    def used(self, place: TurnPlace) -> None:
+        """Note that the state of a turn was fetched, for the remote's retention: the time of its row is that."""
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            folder = self._ends(place.session)
+            if self._is_folder(folder) and stat.S_ISREG((folder / place.turn).lstat().st_mode):
+                os.utime(folder / place.turn)
+
+    def retain(self, limits: Retention, *, dry_run: bool = False) -> RetentionCounts:
+        """Remove the states beyond limits, rows first. Their turns stay. Returns what went, and what stays.
+
+        A state that is written or fetched meanwhile stays, unless that is at the very moment of its removal.
+        """
+        sizes, states, times = dict(self.packs.names()), list[KeptState](), dict[TurnPlace, float]()
+        with self._errors():
+            now = self._now()
+            for ends in [one for part in self._folders(self.root / "ends") for one in self._folders(part)]:
+                for path, about in self._about(ends):
+                    place, pack = TurnPlace(ends.name, path.name), self._pack_of(ends, path.name)
+                    if _is_id(place.session) and _is_id(place.turn) and pack is not None:
+                        states.append(KeptState(place, pack, now - about.st_mtime, sizes.get(pack, 0)))
+                        times[place] = about.st_mtime
+            leaving = limits.leaving(states)
+            if dry_run:
+                return RetentionCounts.of(states, leaving)
+            gone = [one for one in leaving if self._retire(one.place, times[one.place])]
+        return RetentionCounts.of(states, gone)
+
+    def _now(self) -> float:
+        """Return the folder's own time, in s."""
+        clock = self.root / f"{PART}{secrets.token_hex(8)}"
+        os.close(os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOLINK, 0o600))
+        try:
+            return clock.lstat().st_mtime
+        finally:
+            clock.unlink()
+
+    def _retire(self, place: TurnPlace, time: float) -> bool:
+        """Remove a state that was last used then. Returns False if it was used since."""
+        folder = self._ends(place.session)
+        try:
+            if not self._is_folder(folder) or (folder / place.turn).lstat().st_mtime != time:
+                return False
+        except FileNotFoundError:
+            return False
+        self._remove_end(folder, place.turn)
+        return True
 
     def buried(self) -> Collection[str]:
         """Return the sessions and the turns that were buried."""

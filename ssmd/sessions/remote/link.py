@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.match import Echo
+from ssmd.sessions.remote.allowance import Allowance, OverQuota
 from ssmd.sessions.remote.arrivals import fetch_path, receive
 from ssmd.sessions.remote.body import remote_turn
 from ssmd.sessions.remote.claims import Claims
@@ -72,16 +73,18 @@ def send(
     sent_of: Callable[[str], None] = lambda session: None,
     removed: Callable[[], None] = lambda: None,
     published: Callable[[set[str]], None] = lambda turns: None,
+    allowance: Allowance | None = None,
 ) -> int:
     """Send what waits in the outbox. Returns how many rows. Raises RemoteError, StoreError.
 
     sent_of: called with the session of each turn that was sent. removed: called when rows have left the outbox.
-    published: called before that, with the turns that were sent.
+    published: called before that, with the turns that were sent. allowance: the bytes that may be sent; beyond it
+    tombstones go alone, before OverQuota is raised.
     """
-    done = 0
+    done, over, allowance = 0, None, Allowance() if allowance is None else allowance
     while not stopped():
         with store.reading() as connection:
-            rows = outbox.read(connection, _AT_ONCE)
+            rows = outbox.read(connection, _AT_ONCE, tombstones=over is not None)
         if not rows:
             break
         sent, turns, mark = list[int](), set[str](), mark_of(store, remote)
@@ -91,11 +94,15 @@ def send(
                     break
                 if group.buried is not None:
                     remote.bury(group.buried.session, group.buried.turn)
+                else:
+                    allowance.take(remote, mark.machine, group.nbytes)
                 mark = replace(mark, confirmed=remote.publish(group.turns, mark))
                 for turn in group.turns:
                     sent_of(turn.place.session)
                     turns.add(turn.place.turn)
                 sent += group.rows
+        except OverQuota as err:
+            over = err
         except MarkGone:  # none of these rows counts as sent
             for session in recover(store, remote):
                 sent_of(session)
@@ -106,6 +113,8 @@ def send(
             outbox.set_mark(connection, mark)
         removed()
         done += len(sent)
+    if over is not None:
+        raise over
     return done
 
 
@@ -284,8 +293,9 @@ class Link:
         self._ends_at = math.inf  # monotonic s
         self._problem = ""
         self._late: list[threading.Thread] = []  # look-ups that did not come in time
+        self._fetched = set[TurnPlace]()  # turns whose state was fetched, to be noted in the remote
         self._fetching = threading.Lock()  # held while a state is in memory, which may take MAX_PACK_BYTES
-        self._resting = RestingEnds(clock)  # for the thread alone
+        self._resting, self._allowance = RestingEnds(clock), Allowance()  # for the thread alone
         self._bandwidth = Bandwidth()
         self.claims = Claims(store, self)
         self._thread = threading.Thread(target=self._run, name="ssmd-remote", daemon=True)
@@ -313,7 +323,7 @@ class Link:
 
     @property
     def problem(self) -> str:
-        """Return why turns wait: "unreachable", "outbox_full", or "" if they do not."""
+        """Return why turns wait: "unreachable", "over_quota", "outbox_full", or "" if they do not."""
         with contextlib.suppress(StoreError), self._store.reading() as connection:
             if outbox.waiting(connection) >= outbox.MAX_WAITING:
                 return "outbox_full"
@@ -473,6 +483,9 @@ class Link:
         except RemoteError as err:  # of the folder for bytes; turns may come all the same
             log.warning("the state of turn %s is read again: %s", body.turn, err)
             return
+        else:
+            with self._lock:
+                self._fetched.add(body.place)
         self._bandwidth.add(body.nbytes, time.monotonic() - began)
 
     def _position(self, body: EndBody, domain: Domain, reader: RemoteReader) -> int:
@@ -541,13 +554,21 @@ class Link:
         with self._lock:
             before, self._problem = self._problem, ""
         if before:
-            log.warning("the remote is reached again")
+            log.warning("the remote takes what waits again")
 
     def _remember(self) -> None:
         """Note the conversations that were used last, whose ends the daemon before this one may not have sent."""
         with contextlib.suppress(StoreError):
             for session in self._store.sessions(REMEMBERED):
                 self._resting.note(session.id)
+
+    def _note_fetched(self, remote: Remote) -> None:
+        """Note in the remote which states were fetched, so that its retention keeps them. Raises nothing."""
+        with self._lock:
+            places, self._fetched = self._fetched, set()
+        with contextlib.suppress(RemoteError):  # such as one that is read-only
+            for place in places:
+                remote.used(place)
 
     def _send_ends(self, remote: Remote) -> None:
         """Send the states of ends that have rested; of all that are noted if the daemon ends. Raises nothing.
@@ -560,7 +581,7 @@ class Link:
             if time.monotonic() > self._ends_at:
                 return
             try:
-                send_end(self._store, remote, session)
+                send_end(self._store, remote, session, self._allowance)
             except RemoteError as err:
                 log.warning("the state of session %s is not sent to the remote now: %s", session, err)
                 for one in (*ends[n + 1 :], session):
@@ -587,8 +608,9 @@ class Link:
                     purge(self._store, remote)
                     looked = time.monotonic()
                 record = partial(self.claims.record, remote)
-                send(self._store, remote, self._is_over, self._resting.note, self._went, record)
+                send(self._store, remote, self._is_over, self._resting.note, self._went, record, self._allowance)
                 self._well()
+                self._note_fetched(remote)
                 self._send_ends(remote)
                 wait_s = min(wait_s, self._resting.wait_s)
             except StoreError as err:

@@ -52,7 +52,7 @@ class MountedFolder:
     def prepare(self, *, create: bool, of: str = "") -> None:
         """Look if the folder is what it is to be. create: make an empty folder one. Raises RemoteError.
 
-        of: name of the database that the folder belongs to.
+        of: name of the role's remote, in a database, that the folder belongs to.
         """
         root = self.root
         with self._errors():
@@ -287,7 +287,7 @@ def check_mark(raw: bytes, of: str, what: str) -> None:
             lasting=True,
         )
     if its != of:
-        raise RemoteError(f"{what} belongs to another database: name its own", lasting=True)
+        raise RemoteError(f"{what} belongs to another database, or another role of it: name its own", lasting=True)
 
 
 def digest_of(data: bytes) -> str:

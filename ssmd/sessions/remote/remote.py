@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ssmd.sessions.domain import Domain
+from ssmd.sessions.remote.retention import Retention, RetentionCounts
 from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.turn import StoreError
 
@@ -72,6 +73,14 @@ class RemoteSize:
     states: int
     tombstones: int
     machines: int
+
+
+@dataclass(frozen=True)
+class Quota:
+    """The bytes of bodies and packs that a machine may have in a remote, and those that it has."""
+
+    limit: int
+    used: int
 
 
 @dataclass(frozen=True)
@@ -196,8 +205,22 @@ class Remote(Protocol):
     def ends(self, session: str) -> list[str]:
         """List the turns of a session that have a state, in no order."""
 
-    def publish_end(self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str]) -> None:
-        """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`."""
+    def publish_end(
+        self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str], *, machine: str = "", nbytes: int = 0
+    ) -> None:
+        """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`.
+
+        machine: the one whose quota the state counts for. nbytes: of the pack.
+        """
+
+    def quota(self, machine: str) -> Quota | None:
+        """Count the bytes of a machine that has a quota; None without one."""
 
     def sweep(self, *, dry_run: bool = False) -> tuple[int, int]:
         """Remove packs that no row names and that are a day old. Returns how many, and their bytes."""
+
+    def used(self, place: TurnPlace) -> None:
+        """Note that the state of a turn was fetched, for the remote's retention."""
+
+    def retain(self, limits: Retention, *, dry_run: bool = False) -> RetentionCounts:
+        """Remove the states beyond limits, rows first. Their turns stay. Returns what went, and what stays."""

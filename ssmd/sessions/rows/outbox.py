@@ -169,9 +169,10 @@ def set_mark(connection: Connection, mark: Mark) -> None:
     connection.execute(update(remote_mark).where(*mine).values(confirmed=mark.confirmed))
 
 
-def read(connection: Connection, most: int) -> list[OutboxRow]:
-    """Read the oldest rows, at most so many."""
-    rows = connection.execute(select(_o.id, _o.session, _o.turn, _o.buried).order_by(_o.id).limit(most))
+def read(connection: Connection, most: int, *, tombstones: bool = False) -> list[OutboxRow]:
+    """Read the oldest rows, at most so many. tombstones: those alone."""
+    found = select(_o.id, _o.session, _o.turn, _o.buried).order_by(_o.id).limit(most)
+    rows = connection.execute(found.where(_o.buried.is_(True)) if tombstones else found)
     return [OutboxRow(row.id, row.session, row.turn, row.buried) for row in rows]
 
 

@@ -23,7 +23,7 @@ from ssmd.sessions.remote.postgres import server as server_module
 from ssmd.sessions.remote.postgres.address import read_address
 from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 from ssmd.sessions.remote.postgres.server import Server
-from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, ReplyClaim, TurnPlace
+from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, TurnPlace
 
 FIRST = TurnPlace("ses_1", "t1")
 
@@ -139,8 +139,8 @@ def test_a_read_only_server_still_answers(remote: PostgresRemote, database: Data
 
 
 def test_a_newer_remote_is_refused(remote: PostgresRemote, database: DatabasePlace) -> None:
-    database.sql("UPDATE ssmd.remote SET format = 4")
-    said = "is of format 4, and this version of ssmd knows 3"
+    database.sql("UPDATE ssmd.remote SET format = 5")
+    said = "is of format 5, and this version of ssmd knows 4"
     with pytest.raises(RemoteError, match=said) as failed:
         PostgresRemote.open(database.setting, create=True)
     assert failed.value.lasting
@@ -176,10 +176,10 @@ def test_names_that_are_no_ids_are_passed_over(remote: PostgresRemote, database:
     remote.publish([turn("t1")])
     for session, name in (("..", "t1"), ("ses_1", "../t1"), ("ses_1", "t 1")):
         database.sql(
-            f"INSERT INTO ssmd.turn SELECT '{session}', '{name}', owner, chain, format, digest, body FROM ssmd.turn "
-            "WHERE turn = 't1' LIMIT 1"
+            f"INSERT INTO ssmd.turn SELECT role, '{session}', '{name}', owner, chain, machine, format, digest, body "
+            "FROM ssmd.turn WHERE turn = 't1' LIMIT 1"
         )
-    database.sql("INSERT INTO ssmd.tombstone VALUES ('no id')")
+    database.sql("INSERT INTO ssmd.tombstone VALUES ('ssmd', 'no id')")
     assert remote.known([turn("t1").chain], EVERYBODY) == [FIRST]
     assert (remote.turns("ses_1"), remote.buried()) == (["t1"], set())
 
@@ -211,20 +211,19 @@ def test_a_lease_goes_to_one_machine(remote: PostgresRemote, connected: Server, 
     assert remote.sweep() == (0, 0)
 
 
-def test_an_earlier_remote_gets_new_tables(remote: PostgresRemote, database: DatabasePlace) -> None:
-    """Its turns stay, and are served to daemons of this version."""
-    remote.publish([turn("t1")])
-    database.sql("DROP TABLE ssmd.reply, ssmd.machine")
-    database.sql("UPDATE ssmd.remote SET format = 1")
-    opened = PostgresRemote.open(database.setting, create=False)
-    assert opened.turns("ses_1") == ["t1"]
-    assert opened.replies.claim(bytes(32), bytes(32), "a", lease_s=1, lasts_s=9) == ReplyClaim(bytes(32), "a", 1)
-    opened.close()
+@pytest.mark.parametrize("found", [1, 3])
+def test_a_remote_before_the_first_release_is_refused(
+    found: int, remote: PostgresRemote, database: DatabasePlace
+) -> None:
+    database.sql(f"UPDATE ssmd.remote SET format = {found}")
+    with pytest.raises(RemoteError, match=f"is of format {found}, of a version before the first release") as failed:
+        PostgresRemote.open(database.setting, create=True)
+    assert failed.value.lasting
 
 
 def test_a_lost_lease_stops_a_migration(connected: Server, database: DatabasePlace) -> None:
     """A machine that slept in between makes no table, though it believes in its lease."""
-    database.sql("DROP TABLE ssmd.turn, ssmd.ending, ssmd.tombstone")
+    database.sql("DROP TABLE ssmd.role, ssmd.turn, ssmd.ending, ssmd.tombstone, ssmd.reply, ssmd.machine, ssmd.quota")
     database.sql("UPDATE ssmd.remote SET format = 0")
     lease = leases.acquire(connected, "migrate", 0.01)
     assert lease is not None
@@ -289,7 +288,7 @@ def test_a_sweep_takes_what_no_row_names(
     monkeypatch.setattr(packs_module, "SWEPT_S", -60)
     assert remote.sweep(dry_run=True) == remote.sweep() == (1, 14)
     assert (remote.packs.there(kept), remote.packs.there(left)) == (True, False)
-    database.sql("INSERT INTO ssmd.tombstone VALUES ('ses_1')")  # the machine was killed before it saw that
+    database.sql("INSERT INTO ssmd.tombstone VALUES ('ssmd', 'ses_1')")  # the machine was killed before it saw that
     assert remote.sweep(dry_run=True) == remote.sweep() == (1, 4)
     assert not database.rows()
 
@@ -311,7 +310,7 @@ def test_a_removal_is_on_disk_whatever_the_role_says(
         remote.bury("ses_1", None)
     finally:
         server.admin(f"ALTER DATABASE {database.database} RESET synchronous_commit")
-    database.sql("INSERT INTO ssmd.tombstone VALUES ('ses_2')")
+    database.sql("INSERT INTO ssmd.tombstone VALUES ('ssmd', 'ses_2')")
     remote.publish([turn("t2", "ses_2")])  # as after a kill between the turn and the look for its tombstone
     assert not database.rows()
 

@@ -164,6 +164,15 @@ def test_the_commands_say_what_there_is(store: Store, remote: Remote, place: Pla
     assert "3 turns, 1 state" in copied.stdout
 
 
+def test_init_makes_an_empty_place_a_remote(place: Place, tmp_path: Path) -> None:
+    env = {**os.environ, "SSMD_DATA_DIR": str(tmp_path / "data")}
+    for _ in range(2):
+        done = commands.ssmd("store", "init", "--remote", place.setting, env=env)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "is a remote" in done.stdout
+    place.open(create=False).close()
+
+
 @pytest.mark.parametrize("words", [("check",), ("stats",)], ids=["check", "stats"])
 def test_a_place_that_is_no_remote_is_left_alone(words: tuple[str, ...], tmp_path: Path) -> None:
     empty, file = tmp_path / "empty", tmp_path / "file"

@@ -1,4 +1,4 @@
-"""Leases in a remote: a row a name, the database's clock, and a fence that every guarded write compares.
+"""Leases in a remote: a row a role and name, the database's clock, and a fence that every guarded write compares.
 
 A machine that slept, or was cut off, may believe in a lease that another one has by now: its writes find a newer
 fence, and do nothing. The row is locked by each of them to its end, so that no other machine takes it meanwhile.
@@ -16,12 +16,13 @@ from ssmd.sessions.remote.postgres.server import Server
 _ACQUIRE = text("""
     INSERT INTO ssmd.lease AS held (name, holder, fence, until)
     VALUES (:name, :holder, 1, clock_timestamp() + make_interval(secs => :seconds))
-    ON CONFLICT (name) DO UPDATE
+    ON CONFLICT (role, name) DO UPDATE
     SET holder = :holder, fence = held.fence + 1, until = clock_timestamp() + make_interval(secs => :seconds)
     WHERE held.until < clock_timestamp()
     RETURNING fence""")
-_HOLDS = text("SELECT true FROM ssmd.lease WHERE name = :name AND fence = :fence FOR SHARE")
-_RELEASE = text("UPDATE ssmd.lease SET until = '-infinity' WHERE name = :name AND fence = :fence")
+_HOLDS = text("SELECT true FROM ssmd.lease WHERE role = CURRENT_USER AND name = :name AND fence = :fence FOR SHARE")
+_RELEASE = text("""
+    UPDATE ssmd.lease SET until = '-infinity' WHERE role = CURRENT_USER AND name = :name AND fence = :fence""")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A row of a turn never changes, but for one that was damaged. A tombstone comes before all that it removes; what another
 machine sends meanwhile is removed by that machine. So a kill at any moment leaves what the next call completes. A pack
-comes before its row, and goes after it. Rows and packs are other machines' word: each is checked.
+comes before its row, and goes after it. Rows and packs are other machines' word: each is checked. Roles of the
+database do not meet here: each has the rows that it wrote, and its own folder.
 """
 
 from __future__ import annotations
@@ -27,96 +28,122 @@ from ssmd.sessions.remote.remote import (
     Blobs,
     InvalidTurn,
     MarkGone,
+    Quota,
     RemoteError,
     RemoteSize,
     RemoteTurn,
     TurnPlace,
     UnknownVersion,
 )
+from ssmd.sessions.remote.retention import KeptState, Retention, RetentionCounts
 from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.turn import ID_PATTERN, StoreError
 
 log = logging.getLogger(__name__)
 MARK = "ssmd-packs.json"
 SWEEP_S = 600.0  # s that a sweep may take
+_AT_ONCE = 500  # states that `retain` removes in one transaction
 _MAX_FOUND = 256  # turns of one chain that are looked at
-_KNOWN = text("""
+_PARTS = {
+    "{own}": "u.role = CURRENT_USER",
+    "{gone}": "EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = u.role AND t.name IN (u.session, u.turn))",
+    "{stands}": "NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = u.role AND t.name = u.session)",
+    "{body}": "format, digest, CASE WHEN octet_length(body) <= :most THEN body END AS body",
+    "{no_tombstone}": "NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = CURRENT_USER"
+    " AND t.name IN (:session, :turn))",
+}
+
+
+def _sql(statement: str) -> TextClause:
+    """Return a statement with its parts. Each names the role: policies do not bind a superuser or the tables' owner."""
+    for name, part in _PARTS.items():
+        statement = statement.replace(name, part)
+    return text(statement)
+
+
+_KNOWN = _sql("""
     WITH found AS (
         SELECT one.session, one.turn, asked.n
         FROM unnest(CAST(:chains AS bytea[])) WITH ORDINALITY AS asked (chain, n)
         CROSS JOIN LATERAL (
             SELECT session, turn FROM ssmd.turn AS u
-            WHERE u.chain = asked.chain AND (:all OR u.owner = ANY(CAST(:owners AS text[])))
-            AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))
+            WHERE {own} AND u.chain = asked.chain AND (:all OR u.owner = ANY(CAST(:owners AS text[]))) AND NOT {gone}
             LIMIT :most) AS one)
     SELECT session, turn FROM found WHERE n = (SELECT max(n) FROM found)""")
-_FETCH = text("""
-    SELECT format, digest, CASE WHEN octet_length(body) <= :most THEN body END AS body
-    FROM ssmd.turn AS u WHERE session = :session AND turn = :turn
-    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
-_FETCH_END = text("""
-    SELECT format, digest, CASE WHEN octet_length(body) <= :most THEN body END AS body
-    FROM ssmd.ending AS u WHERE session = :session AND turn = :turn
-    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
-_TURNS = text("""
-    SELECT turn FROM ssmd.turn AS u WHERE session = :session
-    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) LIMIT 1000000""")
-_ENDS = text("""
-    SELECT turn FROM ssmd.ending AS u WHERE session = :session
-    AND NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) LIMIT 1000000""")
+_FETCH = _sql("SELECT {body} FROM ssmd.turn AS u WHERE {own} AND session = :session AND turn = :turn AND NOT {gone}")
+_FETCH_END = _sql(
+    "SELECT {body} FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = :turn AND NOT {gone}"
+)
+_TURNS = _sql("SELECT turn FROM ssmd.turn AS u WHERE {own} AND session = :session AND NOT {gone} LIMIT 1000000")
+_ENDS = _sql("SELECT turn FROM ssmd.ending AS u WHERE {own} AND session = :session AND NOT {gone} LIMIT 1000000")
 # A damaged row is written again. One of another version stays.
-_PUBLISH = text("""
-    INSERT INTO ssmd.turn AS old (session, turn, owner, chain, format, digest, body)
-    SELECT :session, :turn, :owner, :chain, :format, sha256(:body), :body
-    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (:session, :turn))
-    ON CONFLICT (session, turn) DO UPDATE
+_PUBLISH = _sql("""
+    INSERT INTO ssmd.turn AS old (session, turn, owner, chain, machine, format, digest, body)
+    SELECT :session, :turn, :owner, :chain, :machine, :format, sha256(:body), :body WHERE {no_tombstone}
+    ON CONFLICT (session, role, turn) DO UPDATE
     SET owner = excluded.owner, chain = excluded.chain, digest = excluded.digest, body = excluded.body
     WHERE old.format = excluded.format AND old.digest <> sha256(old.body)""")
-_PUBLISH_END = text("""
-    INSERT INTO ssmd.ending AS old (session, turn, pack, format, digest, body)
-    SELECT :session, :turn, :pack, :format, sha256(:body), :body
-    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (:session, :turn))
-    ON CONFLICT (session, turn) DO UPDATE
-    SET pack = excluded.pack, format = excluded.format, digest = excluded.digest, body = excluded.body""")
-_PACK_OF = text("SELECT pack FROM ssmd.ending WHERE session = :session AND turn = :turn FOR UPDATE")
-_REPLACE = text(
-    "DELETE FROM ssmd.ending WHERE session = :session AND turn = ANY(CAST(:turns AS text[])) RETURNING pack"
-)
+_PUBLISH_END = _sql("""
+    INSERT INTO ssmd.ending AS old (session, turn, pack, machine, nbytes, format, digest, body)
+    SELECT :session, :turn, :pack, :machine, :nbytes, :format, sha256(:body), :body WHERE {no_tombstone}
+    ON CONFLICT (session, role, turn) DO UPDATE
+    SET pack = excluded.pack, machine = excluded.machine, nbytes = excluded.nbytes, format = excluded.format,
+        digest = excluded.digest, body = excluded.body, at = now()""")
+_PACK_OF = _sql("SELECT pack FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = :turn FOR UPDATE")
+_REPLACE = _sql("""
+    DELETE FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = ANY(CAST(:turns AS text[]))
+    RETURNING pack""")
 _BURY = text("INSERT INTO ssmd.tombstone (name) VALUES (:name) ON CONFLICT DO NOTHING")
-_DROP_TURNS = text("""
-    DELETE FROM ssmd.turn AS u WHERE session = ANY(CAST(:sessions AS text[]))
-    AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
-_DROP_ENDS = text("""
-    DELETE FROM ssmd.ending AS u WHERE session = ANY(CAST(:sessions AS text[]))
-    AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn)) RETURNING pack""")
-_DROP_REPLIES = text("""
-    DELETE FROM ssmd.reply AS u WHERE session = ANY(CAST(:sessions AS text[]))
-    AND EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name = u.session OR t.name = ANY(u.turns))""")
-_ANY_BURIED = text("SELECT EXISTS (SELECT FROM ssmd.tombstone WHERE name = ANY(CAST(:names AS text[])))")
-_LEFT = text("""
-    SELECT DISTINCT session FROM ssmd.ending AS u
-    WHERE EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
-_BURIED = text("SELECT name FROM ssmd.tombstone LIMIT 1000000")
-_PACKS = text("""
-    SELECT pack FROM ssmd.ending AS u
-    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name IN (u.session, u.turn))""")
-_SESSIONS = text("""
-    SELECT session FROM ssmd.turn AS u WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name = u.session)
-    UNION SELECT session FROM ssmd.ending AS u
-    WHERE NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.name = u.session)""")
-_SIZE = text("""
-    SELECT (SELECT count(DISTINCT session) FROM ssmd.turn), (SELECT count(*) FROM ssmd.turn),
-    (SELECT coalesce(sum(octet_length(body)), 0) FROM ssmd.turn), (SELECT count(*) FROM ssmd.ending),
-    (SELECT count(*) FROM ssmd.tombstone), (SELECT count(*) FROM ssmd.machine)""")
-_MARK_OF = text("SELECT mark FROM ssmd.machine WHERE name = :machine")
+_DROP_TURNS = _sql("DELETE FROM ssmd.turn AS u WHERE {own} AND session = ANY(CAST(:sessions AS text[])) AND {gone}")
+_DROP_ENDS = _sql(
+    "DELETE FROM ssmd.ending AS u WHERE {own} AND session = ANY(CAST(:sessions AS text[])) AND {gone} RETURNING pack"
+)
+_DROP_REPLIES = _sql("""
+    DELETE FROM ssmd.reply AS u WHERE {own} AND session = ANY(CAST(:sessions AS text[])) AND EXISTS (
+        SELECT FROM ssmd.tombstone AS t WHERE t.role = u.role AND (t.name = u.session OR t.name = ANY(u.turns)))""")
+_ANY_BURIED = _sql("""
+    SELECT EXISTS (SELECT FROM ssmd.tombstone AS u WHERE {own} AND name = ANY(CAST(:names AS text[])))""")
+_LEFT = _sql("SELECT DISTINCT session FROM ssmd.ending AS u WHERE {own} AND {gone}")
+_BURIED = _sql("SELECT name FROM ssmd.tombstone AS u WHERE {own} LIMIT 1000000")
+_PACKS = _sql("SELECT pack FROM ssmd.ending AS u WHERE {own} AND NOT {gone}")
+# A row is written once an hour at most because its state was fetched.
+_USED = _sql("""
+    UPDATE ssmd.ending AS u SET at = now()
+    WHERE {own} AND session = :session AND turn = :turn AND at < now() - interval '1 hour'""")
+_STATES = _sql("""
+    SELECT session, turn, pack, at, CAST(extract(epoch FROM now() - at) AS double precision) AS idle_s
+    FROM ssmd.ending AS u WHERE {own} AND NOT {gone}""")
+_RETIRE = _sql("""
+    DELETE FROM ssmd.ending AS u
+    USING unnest(CAST(:sessions AS text[]), CAST(:turns AS text[]), CAST(:times AS timestamptz[]))
+        AS old (session, turn, at)
+    WHERE {own} AND u.session = old.session AND u.turn = old.turn AND u.at = old.at
+    RETURNING u.pack""")
+_SESSIONS = _sql("""
+    SELECT session FROM ssmd.turn AS u WHERE {own} AND {stands}
+    UNION SELECT session FROM ssmd.ending AS u WHERE {own} AND {stands}""")
+_SIZE = _sql("""
+    SELECT (SELECT count(DISTINCT session) FROM ssmd.turn AS u WHERE {own}),
+    (SELECT count(*) FROM ssmd.turn AS u WHERE {own}),
+    (SELECT coalesce(sum(octet_length(body)), 0) FROM ssmd.turn AS u WHERE {own}),
+    (SELECT count(*) FROM ssmd.ending AS u WHERE {own}), (SELECT count(*) FROM ssmd.tombstone AS u WHERE {own}),
+    (SELECT count(*) FROM ssmd.machine AS u WHERE {own})""")
+_MARK_OF = _sql("SELECT mark FROM ssmd.machine AS u WHERE {own} AND name = :machine")
 _SET_MARK = text("""
     INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, :mark)
-    ON CONFLICT (name) DO UPDATE SET mark = greatest(old.mark, excluded.mark), at = now()""")
+    ON CONFLICT (role, name) DO UPDATE SET mark = greatest(old.mark, excluded.mark), at = now()""")
 _RAISE_MARK = text("""
     INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, 1)
-    ON CONFLICT (name) DO UPDATE SET mark = old.mark + 1, at = now() RETURNING mark""")
-_NAME = text("SELECT CAST(name AS text) AS name, packs FROM ssmd.remote")
-_HAS_PACKS = text("UPDATE ssmd.remote SET packs = true WHERE NOT packs")
+    ON CONFLICT (role, name) DO UPDATE SET mark = old.mark + 1, at = now() RETURNING mark""")
+# A quota of no machine is one of each machine of the role that has none of its own.
+_QUOTA = _sql("""
+    SELECT u.nbytes,
+        (SELECT coalesce(sum(octet_length(body)), 0) FROM ssmd.turn AS t WHERE t.role = u.role AND machine = :machine)
+        + (SELECT coalesce(sum(octet_length(body) + e.nbytes), 0)
+            FROM ssmd.ending AS e WHERE e.role = u.role AND machine = :machine)
+    FROM ssmd.quota AS u WHERE {own} AND u.machine IN (:machine, '') ORDER BY u.machine DESC LIMIT 1""")
+_NAME = _sql("SELECT CAST(name AS text) AS name, packs FROM ssmd.role AS u WHERE {own}")
+_HAS_PACKS = _sql("UPDATE ssmd.role AS u SET packs = true WHERE {own} AND NOT packs")
 
 
 class PostgresRemote:
@@ -197,8 +224,9 @@ class PostgresRemote:
         last: raised by one in the same transaction. Returns the new mark; 0 without `last`. Raises MarkGone.
         """
         ordered = sorted(turns, key=lambda one: (one.place.session, one.place.turn))  # no two machines wait in a circle
+        common = {"format": FORMAT, "machine": "" if last is None else last.machine}
         rows = [
-            {"owner": one.owner, "chain": one.chain, "format": FORMAT, "body": one.body, **_values(one.place)}
+            {"owner": one.owner, "chain": one.chain, "body": one.body, **common, **_values(one.place)}
             for one in ordered
         ]
 
@@ -235,9 +263,11 @@ class PostgresRemote:
         """List the turns of a session that have a state, in no order."""
         return self._names(_ENDS, {"session": session})
 
-    def publish_end(self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str]) -> None:
+    def publish_end(
+        self, place: TurnPlace, pack: str, row: bytes, replaced: Sequence[str], *, machine: str = "", nbytes: int = 0
+    ) -> None:
         """Keep the row of a turn's state, whose pack is there. Then remove those of the turns `replaced`."""
-        values = {"pack": pack, "format": FORMAT, "body": row, **_values(place)}
+        values = {"pack": pack, "format": FORMAT, "body": row, "machine": machine, "nbytes": nbytes, **_values(place)}
 
         def publish(connection: Connection) -> set[str]:
             before = set(connection.scalars(_PACK_OF, _values(place)))
@@ -249,32 +279,85 @@ class PostgresRemote:
         self._remove_packs(self._server.write(publish))
         self._drop_if_buried([place])
 
+    def quota(self, machine: str) -> Quota | None:
+        """Count the bytes of a machine that has a quota; None without one."""
+        row = self._server.read(lambda connection: connection.execute(_QUOTA, {"machine": machine}).one_or_none())
+        return None if row is None else Quota(int(row[0]), int(row[1]))
+
     def sweep(self, *, dry_run: bool = False) -> tuple[int, int]:
         """Remove packs that no row names and that are a day old. Returns how many, and their bytes.
 
         Raises RemoteError, also if another machine does it now.
         """
-        if self.packs is None:
-            raise RemoteError("the address of the remote names no place for bytes: add `?packs=DIR|s3://BUCKET`")
-        lease = leases.acquire(self._server, "sweep", SWEEP_S)
-        if lease is None:
-            raise RemoteError("another machine sweeps this remote: try again in ten minutes")
+        packs, lease = self._swept()
 
         def named() -> set[str | None]:
             def read(connection: Connection) -> set[str | None]:
-                if not leases.holds(connection, lease):
-                    raise RemoteError("another machine sweeps this remote by now: nothing was removed")
+                _check_swept(connection, lease)
                 return set(connection.scalars(_PACKS))
 
             return self._server.write(read)
 
         try:
-            done = self.packs.sweep(named, dry_run=dry_run)
+            done = packs.sweep(named, dry_run=dry_run)
             if not dry_run:  # rows of removed sessions: their machine was killed before it saw the tombstone
                 self._drop_buried(self._names(_LEFT, {}))
             return done
         finally:
             leases.release(self._server, lease)
+
+    def used(self, place: TurnPlace) -> None:
+        """Note that the state of a turn was fetched, for the remote's retention."""
+        self._server.write(lambda connection: connection.execute(_USED, _values(place)))
+
+    def retain(self, limits: Retention, *, dry_run: bool = False) -> RetentionCounts:
+        """Remove the states beyond limits, rows first. Their turns stay. Returns what went, and what stays.
+
+        A state that is written or fetched meanwhile stays. Raises RemoteError, also if another machine sweeps now.
+        """
+        packs, lease = self._swept()
+        try:
+            sizes = dict(packs.names())
+            rows = self._server.read(lambda connection: connection.execute(_STATES).all())
+            states = [
+                KeptState(TurnPlace(row.session, row.turn), row.pack, row.idle_s, sizes.get(row.pack, 0))
+                for row in rows
+            ]
+            leaving = limits.leaving(states)
+            if dry_run:
+                return RetentionCounts.of(states, leaving)
+            times, gone = {TurnPlace(row.session, row.turn): row.at for row in rows}, set[str]()
+            for at in range(0, len(leaving), _AT_ONCE):
+                some = leaving[at : at + _AT_ONCE]
+                gone |= self._retire([(one.place, times[one.place]) for one in some], lease)
+            return RetentionCounts.of(states, [one for one in leaving if one.pack in gone])
+        finally:
+            leases.release(self._server, lease)
+
+    def _retire(self, states: Sequence[tuple[TurnPlace, object]], lease: leases.Lease) -> set[str]:
+        """Remove states that were last used then, and their packs. Returns those."""
+        values = {
+            "sessions": [place.session for place, _ in states],
+            "turns": [place.turn for place, _ in states],
+            "times": [time for _, time in states],
+        }
+
+        def retire(connection: Connection) -> set[str]:
+            _check_swept(connection, lease)
+            return set(connection.scalars(_RETIRE, values))
+
+        packs = self._server.write(retire)
+        self._remove_packs(packs)
+        return packs
+
+    def _swept(self) -> tuple[DatabasePacks, leases.Lease]:
+        """Return the packs, and the lease of the one machine that removes some. Raises RemoteError."""
+        if self.packs is None:
+            raise RemoteError("the address of the remote names no place for bytes: add `?packs=DIR|s3://BUCKET`")
+        lease = leases.acquire(self._server, "sweep", SWEEP_S)
+        if lease is None:
+            raise RemoteError("another machine sweeps this remote: try again in ten minutes")
+        return self.packs, lease
 
     def _body(self, query: TextClause, place: TurnPlace, most: int) -> bytes | None:
         values = {"most": most, **_values(place)}
@@ -322,10 +405,10 @@ class PostgresRemote:
 
 
 class PackPlace(Blobs, Protocol):
-    """A place for the packs of one database: a folder, or a bucket. All methods raise RemoteError."""
+    """A place for the packs of one role: a folder, or a bucket. All methods raise RemoteError."""
 
     def prepare(self, *, create: bool, of: str) -> None:
-        """Look if the place is the one of a database. create: make an empty one it."""
+        """Look if the place is that of a role's remote. create: make an empty one it."""
 
     def close(self) -> None:
         """Close what is open."""
@@ -346,7 +429,7 @@ def _place_of(packs: Path | BucketAddress) -> PackPlace:
 
 
 class DatabasePacks:
-    """The packs of a remote in PostgreSQL: in a folder or a bucket that belongs to the database. The remote's Blobs."""
+    """The packs of a remote in PostgreSQL: in a folder or a bucket that belongs to the role. The remote's Blobs."""
 
     def __init__(self, server: Server, place: PackPlace) -> None:
         self._server, self._place, self._looked = server, place, False
@@ -388,7 +471,7 @@ class DatabasePacks:
         return self._prepared().sweep(named, dry_run=dry_run)
 
     def _prepared(self) -> PackPlace:
-        """Look once if the place is the database's. The first machine gives an empty one its mark."""
+        """Look once if the place is the role's. Its first machine gives an empty one its mark."""
         if not self._looked:
             row = self._server.read(lambda connection: connection.execute(_NAME).one())
             self._place.prepare(create=not row.packs, of=row.name)
@@ -396,6 +479,11 @@ class DatabasePacks:
                 self._server.write(lambda connection: connection.execute(_HAS_PACKS))
             self._looked = True
         return self._place
+
+
+def _check_swept(connection: Connection, lease: leases.Lease) -> None:
+    if not leases.holds(connection, lease):
+        raise RemoteError("another machine sweeps this remote by now: the rest was not removed")
 
 
 def _values(place: TurnPlace) -> dict[str, str]:

@@ -15,14 +15,15 @@ from ssmd.sessions.remote.postgres.server import Server
 from ssmd.sessions.remote.remote import MAX_BODY_BYTES, ReplyClaim, ReplyRow
 
 _EXPIRE = text("""
-    DELETE FROM ssmd.reply WHERE key IN (
-        SELECT key FROM ssmd.reply WHERE expires < now() ORDER BY expires LIMIT 100 FOR UPDATE SKIP LOCKED)""")
+    DELETE FROM ssmd.reply WHERE role = CURRENT_USER AND key IN (
+        SELECT key FROM ssmd.reply WHERE role = CURRENT_USER AND expires < now() ORDER BY expires LIMIT 100
+        FOR UPDATE SKIP LOCKED)""")
 # `over` is the fence of a row whose answer cannot be read any more. A claim that is asked for again is its own.
 _CLAIM = text("""
     INSERT INTO ssmd.reply AS held (key, request, token, fence, until, expires)
     VALUES (:key, :request, :token, 1, clock_timestamp() + make_interval(secs => :lease),
         clock_timestamp() + make_interval(secs => :lasts))
-    ON CONFLICT (key) DO UPDATE
+    ON CONFLICT (role, key) DO UPDATE
     SET request = excluded.request, token = excluded.token, fence = held.fence + 1, until = excluded.until,
         expires = excluded.expires, session = NULL, turns = NULL, answer = NULL, digest = NULL
     WHERE held.until < clock_timestamp() OR held.token = excluded.token OR held.expires < clock_timestamp()
@@ -30,17 +31,18 @@ _CLAIM = text("""
     RETURNING fence""")
 _FOUND = text("""
     SELECT request, fence, session, turns, digest, CASE WHEN octet_length(answer) <= :most THEN answer END AS answer
-    FROM ssmd.reply WHERE key = :key""")
+    FROM ssmd.reply WHERE role = CURRENT_USER AND key = :key""")
 _RENEW = text("""
     UPDATE ssmd.reply
     SET until = CASE WHEN answer IS NULL THEN clock_timestamp() + make_interval(secs => :lease) ELSE until END
-    WHERE key = :key AND token = :token AND fence = :fence""")
+    WHERE role = CURRENT_USER AND key = :key AND token = :token AND fence = :fence""")
 _RECORD = text("""
     UPDATE ssmd.reply SET answer = :answer, digest = sha256(:answer), session = :session, turns = :turns,
         until = 'infinity'
-    WHERE key = :key AND token = :token AND fence = :fence""")
+    WHERE role = CURRENT_USER AND key = :key AND token = :token AND fence = :fence""")
 _RELEASE = text("""
-    DELETE FROM ssmd.reply WHERE key = :key AND token = :token AND fence = :fence AND answer IS NULL""")
+    DELETE FROM ssmd.reply
+    WHERE role = CURRENT_USER AND key = :key AND token = :token AND fence = :fence AND answer IS NULL""")
 
 
 class DatabaseReplies:

@@ -33,7 +33,7 @@ _WORDS = {  # by SQLSTATE, or its class
     "25006": "it is read-only",
     "57P03": "it starts or stops",
     "57": "it was stopped",
-    "42501": "this role may not do that there",
+    "42501": "this role has no right to do that there: the administrator grants it, as docs/remote.md says",
 }
 _REFUSED = ("53100", "25006")  # SQLSTATE: it is full, it is read-only
 _LASTING = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "does not exist", "certificate")
