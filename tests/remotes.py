@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster import Cluster
 
 from ssmd.sessions.remote.folder import MARK, FolderRemote
 from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 from ssmd.sessions.remote.remote import Remote, RemoteTurn, TurnPlace
+from ssmd.sessions.remote.signing import MachineKey, SignedRow
 
 
 class Place(Protocol):
@@ -115,3 +116,9 @@ def turn(name: str, session: str = "ses_1", *, chain: bytes | None = None, owner
     """Make a turn, whose chain follows from its name."""
     chain = hashlib.sha256(name.encode()).digest() if chain is None else chain
     return RemoteTurn(TurnPlace(session, name), owner, chain, f"the body of {name}".encode())
+
+
+def signed(row: dict[str, Any], key: MachineKey, kind: type[SignedRow]) -> bytes:
+    """Sign a row again that was changed, as a machine can that lies."""
+    bare = {name: value for name, value in row.items() if name not in ("key", "signature")}
+    return key.sign(json.dumps(bare).encode(), kind.kind_signed)

@@ -1,4 +1,4 @@
-"""`ssmd store`: checks, copies and measures a remote. Daemons may go on meanwhile."""
+"""`ssmd store`: checks, copies and measures a remote, and says which machines are trusted. Daemons may go on."""
 
 from __future__ import annotations
 

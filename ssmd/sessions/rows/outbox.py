@@ -130,7 +130,7 @@ def add_again(connection: Connection, session_id: str, turns: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class Mark:
-    """How often this machine has published, as a remote has confirmed it. machine: this one's name there."""
+    """A count of this machine's publishings, as a remote has confirmed it. machine: this one's name there."""
 
     remote: str
     machine: str
