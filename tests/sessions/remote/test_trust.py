@@ -37,6 +37,7 @@ from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteTurn, TurnPla
 from ssmd.sessions.remote.sharing import pull_session
 from ssmd.sessions.remote.signing import MachineKey, new_key, own_key
 from ssmd.sessions.rows import trust
+from ssmd.sessions.rows.warm import warm_turn
 from ssmd.sessions.store import Store
 
 FIRST, SECOND = TurnPlace("ses_1", "t1"), TurnPlace("ses_1", "t2")
@@ -322,12 +323,14 @@ def test_distrust_removes_all_that_grew(machines: Machines) -> None:
     loose = replace(own.encode(own.make("o2", "o1", [user("More?")], "No.")[1][0]), origin=origin, turn=None)
     assert machines.b.keep(loose).id is not None  # ahead of its turn, or of a request without one
     before = count(machines.b)
+    assert machines.b.session("ses_1").nbytes > 0  # the loose one is of no session
     assert count(machines.b, f"origin = '{origin}'") == 4
     assert machines.distrust(machines.b, machines.a) == 4
     assert count(machines.b) == before - 4
     assert count(machines.b, "origin != ''") == 0
     assert [t.id for t in machines.b.turns("ses_1")] == ["t1", "t2", "t3"]
     assert machines.found(machines.b, "ses_1") == (0, None)
+    assert machines.b.session("ses_1").nbytes == 0
     with machines.b.reading() as connection:
         assert trust.trusted(connection) == []
 
@@ -360,6 +363,8 @@ def test_a_state_serves_while_its_machine_is_trusted(machines: Machines) -> None
     with machines.b.writing() as connection:
         connection.exec_driver_sql("DELETE FROM trusted_machine")
     assert machines.found(machines.b, "ses_1") == machines.found(machines.b, None) == (0, None)
+    machines.remote.publish_end(FIRST, machines.row()["pack"], b"{}", ["t2"])  # as if no machine had sent it
+    assert machines.remote.ends("ses_1") == ["t1"]
     assert send_end(machines.b, machines.remote, "ses_1") == 0
 
 
@@ -397,3 +402,16 @@ def test_a_copied_machine_is_one_with_the_first(machines: Machines) -> None:
     assert machines.row(TurnPlace("ses_1", "t3"))["vouched"] is False
     assert machines.found(machines.b, None, "t3") == (0, None)
     assert origin == trust.origin_of(own_key(machines.c).public)
+
+
+def test_a_warm_beginning_is_ready_by_a_trusted_state(machines: Machines) -> None:
+    """A request that comes back to it starts from the state that grew from another machine's."""
+    origin = machines.trust(machines.b, machines.a)
+    chat = Chat(machines.b, "ses_3")
+    turn, states = chat.make("w1", None, [user("A beginning")], "")
+    turn = warm_turn(replace(turn, ids=states[-1].ids))
+    machines.b.commit([turn], [replace(chat.encode(one), origin=origin) for one in states], session=chat.info)
+    machines.b.pin("ses_3")
+    assert [one.ready for one in machines.b.warm()] == [True]
+    machines.distrust(machines.b, machines.a)
+    assert [one.ready for one in machines.b.warm()] == [False]
