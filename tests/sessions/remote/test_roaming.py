@@ -198,6 +198,17 @@ def _completed(machine: Machine, body: dict[str, Any]) -> tuple[int, object]:
     return done["usage"]["prompt_tokens_details"]["cached_tokens"], (choice["text"], choice["logprobs"])
 
 
+def test_a_daemon_does_not_start_with_a_damaged_key(artifacts: TinyArtifacts, tmp_path: Path, folder: Path) -> None:
+    lay_store(tmp_path / "a")
+    key = tmp_path / "a" / "machine.key"
+    key.touch(0o600)
+    words = ("serve", str(artifacts["llama-f32"]), "--port", "0", "--remote", str(folder))
+    done = commands.ssmd(*words, env={**os.environ, "SSMD_DATA_DIR": str(tmp_path / "a")})
+    assert done.returncode == 1
+    assert f"this machine's key {key} is damaged" in done.stderr
+    assert key.read_bytes() == b""
+
+
 def test_branches_made_offline_are_both_kept(artifacts: TinyArtifacts, tmp_path: Path, folder: Path) -> None:
     said: Messages = []
     away = tmp_path / "away"
