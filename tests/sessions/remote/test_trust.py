@@ -30,6 +30,7 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.remote import survey
 from ssmd.sessions.remote.body import TurnBody
 from ssmd.sessions.remote.ends import EndBody, RemoteReader, find_end, send_end, take_end
 from ssmd.sessions.remote.link import Link, send
@@ -262,6 +263,11 @@ def test_a_turn_with_another_signature_is_refused(machines: Machines) -> None:
     machines.remote.publish([RemoteTurn(TurnPlace("ses_9", "t2"), "", bytes(32), forged)])
     with pytest.raises(InvalidTurn, match="is not what its signature says: it was altered"):
         pull_session(machines.b, machines.remote, "ses_9", {LINEAGE: VOCABULARY})
+    raw = machines.remote.end(SECOND)
+    assert raw is not None
+    machines.put(ALTERED["a field"](raw))
+    found = {(one.kind, one.turn) for one in survey.check(machines.remote).faults if one.kind != "pack_unnamed"}
+    assert found == {("turn_damaged", "t2"), ("state_damaged", "t2")}
 
 
 def test_a_row_that_comes_again_is_the_same_state(machines: Machines) -> None:
