@@ -7,7 +7,7 @@ import json
 import secrets
 import shutil
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from buckets import BUCKET, BucketServer
 from cluster import Cluster
@@ -15,6 +15,7 @@ from cluster import Cluster
 from ssmd.sessions.remote.folder import MARK, FolderRemote
 from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 from ssmd.sessions.remote.remote import Remote, RemoteTurn, TurnPlace
+from ssmd.sessions.remote.signing import MachineKey, SignedRow
 
 
 class Place(Protocol):
@@ -199,3 +200,9 @@ def turn(name: str, session: str = "ses_1", *, chain: bytes | None = None, owner
     """Make a turn, whose chain follows from its name."""
     chain = hashlib.sha256(name.encode()).digest() if chain is None else chain
     return RemoteTurn(TurnPlace(session, name), owner, chain, f"the body of {name}".encode())
+
+
+def signed(row: dict[str, Any], key: MachineKey, kind: type[SignedRow]) -> bytes:
+    """Sign a row again that was changed, as a machine can that lies."""
+    bare = {name: value for name, value in row.items() if name not in ("key", "signature")}
+    return key.sign(json.dumps(bare).encode(), kind.kind_signed)

@@ -30,6 +30,7 @@ from ssmd.cli import (
     session_tree,
     show,
     store,
+    store_machines,
     tray,
     verify,
     warm,
@@ -71,9 +72,13 @@ session.app.command("export")(session_move.export)
 session.app.command("import")(session_move.import_)
 for _command in (session_remote.push, session_remote.pull, session_remote.local, session_remote.sweep):
     session.app.command(_command.__name__)(_command)
+store.app.command("key")(store_machines.key)
+store.app.command("machines")(store_machines.machines)
+store.app.command("trust")(store_machines.trust)
+store.app.command("distrust")(store_machines.distrust)
 session.add_to(session.app)
 app.add_typer(session.app, name="session")
-app.add_typer(store.app, name="store", short_help="Check, copy, measure and clear the remote.")
+app.add_typer(store.app, name="store", short_help="Check, copy, measure and clear the remote; trust machines.")
 app.add_typer(graph.app, name="graph", short_help="Stripped graphs: models without their weights.")
 app.add_typer(config.app, name="config")
 app.add_typer(service.app, name="service")

@@ -1,4 +1,4 @@
-"""`ssmd store`: makes, checks, copies, measures and clears a remote. Daemons may go on meanwhile."""
+"""`ssmd store`: makes, checks, copies, measures and clears a remote, and says which machines are trusted."""
 
 from __future__ import annotations
 

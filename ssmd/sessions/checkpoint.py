@@ -37,6 +37,11 @@ class Maker:
     spec: StateSpec
 
 
+def of_machine(origin: str) -> bool:
+    """Return True for the origin of a trusted machine's states, which begins as no session's id does."""
+    return origin.startswith("@")
+
+
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """A stored checkpoint."""
@@ -45,7 +50,7 @@ class StoredCheckpoint:
     position: int
     build: str
     producer: str
-    origin: str | None
+    origin: str | None  # None: computed here
     seal: Seal | None = None  # with which it was sealed
     # A checkpoint that grew from this one with other ids at its end, and how many of its rows serve: more than
     # `position`. Only for states that are rows alone.
@@ -72,7 +77,7 @@ class NewCheckpoint:
     ids: Line  # that were fed, `state.position` of them
     state: State  # with the KV rows since the parent's position, or whole if there is no parent
     parent: int | NewCheckpoint | None = None  # the checkpoint it grew from; it may still be on its way to the store
-    origin: str | None = None  # the imported session that the parent grew from, if any
+    origin: str | None = None  # of the state that the parent grew from, if it was not computed here
     turn: str | None = None  # the turn it belongs to; None: all turns of the commit
     owner: str = ""  # of the session that it is made for
     seal: Seal | None = None  # to seal it with; then it belongs to no turn, and its parent has the same seal

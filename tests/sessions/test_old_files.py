@@ -74,7 +74,8 @@ def test_a_database_of_0011_gets_the_newer_tables(database: Path) -> None:
         "remote_session": [],
         "remote_mark": [],
         "buried_turn": [],
-        "alembic_version": [("0014",)],
+        "trusted_machine": [],
+        "alembic_version": [("0015",)],
     }
 
 

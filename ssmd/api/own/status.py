@@ -32,6 +32,8 @@ _REMOTE_ADVICE = {
     "unreachable": "the remote cannot be used: conversations are stored here, and are sent when it is back; the "
     "daemon's log says why",
     "over_quota": "this machine has as many bytes in the remote as it may: new turns wait here",
+    "key_refused": "this machine's key cannot be used, so that nothing is sent: conversations are stored here; the "
+    "daemon's log says what to do",
     "outbox_full": "the remote was away for too long: new conversations stay here until `ssmd session push` sends them",
 }
 

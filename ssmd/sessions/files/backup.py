@@ -200,6 +200,7 @@ def _copy_text(connection: sqlite3.Connection, states: bool) -> None:
             _insert(connection, "turn", "WHERE seq > ? AND seq <= ?", [(at, at + _AT_ONCE_TURNS)])
             tell(min(at + _AT_ONCE_TURNS, last), last)
         _insert(connection, "reply", "")
+        _insert(connection, "trusted_machine", "")
     if not states:
         connection.execute("UPDATE session SET own_nbytes = 0, shared_nbytes = 0, retained = ?", (NOTHING,))
 

@@ -21,12 +21,12 @@ from ssmd.sessions.files.document import Count, Hex, Id, Short, TurnEntry, as_en
 from ssmd.sessions.items import items_of
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage
 from ssmd.sessions.remote.remote import InvalidTurn, RemoteTurn, TurnPlace, UnknownVersion
+from ssmd.sessions.remote.signing import FORMAT, FORMATS, MachineKey, SignedRow, check_signature
 from ssmd.sessions.rows.turns import check_unicode, is_unicode, to_micros
 from ssmd.sessions.rows.warm import WARM
 from ssmd.sessions.turn import NewTurn, Session, StoreError, Turn, title_problem
 
-M = TypeVar("M", bound=Strict)
-FORMAT: Literal[1] = 1
+M = TypeVar("M", bound=SignedRow)
 _MAX_OBJECTS = 400_000
 _Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64,1200}$")]  # of a line: 32 bytes, and a block that is not full
@@ -52,10 +52,10 @@ class SessionBody(Strict):
     title: Word = ""
 
 
-class TurnBody(Strict):
+class TurnBody(SignedRow):
     """A turn. above: session of its parent. ids_before, text_before: hashes of what its stem has."""
 
-    format: Literal[1]
+    kind_signed = b"ssmd turn 2\n"
     session: SessionBody
     above: Id | None
     turn: TurnEntry
@@ -72,8 +72,11 @@ class TurnBody(Strict):
         return TurnPlace(self.session.id, self.turn.id)
 
 
-def remote_turn(turn: Turn, session: Session, above: str | None) -> RemoteTurn:
-    """Return a stored turn as a remote keeps it. above: session of its parent. Raises StoreError if it does not fit."""
+def remote_turn(turn: Turn, session: Session, above: str | None, key: MachineKey) -> RemoteTurn:
+    """Return a stored turn as a remote keeps it, signed. above: session of its parent.
+
+    Raises StoreError if it does not fit.
+    """
     items, answer = items_of(turn.id, turn.conversation)
     info = session.info
     try:
@@ -111,28 +114,35 @@ def remote_turn(turn: Turn, session: Session, above: str | None) -> RemoteTurn:
         )
     except ValidationError as err:
         raise StoreError(f"turn {turn.id!r} does not fit into a remote: {_first(err)}") from err
-    raw = body.model_dump_json().encode()
-    return RemoteTurn(TurnPlace(info.id, turn.id), info.owner, turn.chain.said, raw)
+    return RemoteTurn(TurnPlace(info.id, turn.id), info.owner, turn.chain.said, body.signed_by(key))
 
 
-def read_as(model: type[M], raw: bytes, version: int, what: str) -> M:
-    """Read another machine's JSON as a model that has a format. Raises InvalidTurn, which says `what` is wrong."""
+def read_as(model: type[M], raw: bytes, what: str) -> M:
+    """Read another machine's row, whose signature must be right if it has one.
+
+    Raises InvalidTurn, which says `what` is wrong.
+    """
     if too_many(raw, _MAX_OBJECTS):
         raise InvalidTurn(f"{what} has too many parts")
     try:
         fields: Any = json.loads(raw)
-        if isinstance(fields, dict) and fields.get("format") != version:
-            raise UnknownVersion(f"{what} is of another version: its format is not {version}")
-        return model.model_validate(fields)
+        if isinstance(fields, dict) and fields.get("format") not in FORMATS:
+            raise UnknownVersion(f"{what} is of another version: its format is not one of {FORMATS}")
+        body = model.model_validate(fields)
     except ValidationError as err:
         raise InvalidTurn(f"{what} is invalid: {_first(err)}") from err
     except (ValueError, RecursionError) as err:
         raise InvalidTurn(f"{what} is not JSON") from err
+    if body.format != 1:
+        check_signature(raw, model.kind_signed, what)
+    elif body.key is not None or body.signature is not None:
+        raise InvalidTurn(f"{what} has a key or a signature, which its format 1 has not")
+    return body
 
 
 def read_body(raw: bytes, place: TurnPlace) -> TurnBody:
     """Read the body of the turn at a place. Raises InvalidTurn."""
-    body = read_as(TurnBody, raw, FORMAT, f"turn {place.turn!r} of the remote")
+    body = read_as(TurnBody, raw, f"turn {place.turn!r} of the remote")
     if body.place != place:
         raise InvalidTurn(f"turn {place.turn!r} of the remote says that it is {body.turn.id!r} of {body.session.id!r}")
     return body

@@ -4,8 +4,8 @@
              the ids that were fed, int32; the recurrent tensors; key and value rows [kv_heads, n, head_dim]
 
 Numbers are little-endian, as they are stored here. A row is another machine's word, and its state is taken as one of a
-session file is. Its size must follow from the layout of the model that asks, before a byte of the pack is read. Then it
-serves this conversation and its forks alone.
+session file is. Its size must follow from the layout of the model that asks, before a byte of the pack is read. It
+serves this conversation and its forks alone, unless a trusted machine signed the row and vouches for the state.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from pydantic import Field
 from sqlalchemy import Connection, select
 
 from ssmd.model.state import DTYPES, State, StateError, StateSpec
-from ssmd.model.strict import Strict
-from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint, Scope
+from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint, Scope, of_machine
 from ssmd.sessions.files.document import Hex, Id
 from ssmd.sessions.files.packing import as_stored
 from ssmd.sessions.line import Line
@@ -32,26 +31,30 @@ from ssmd.sessions.remote.allowance import Allowance
 from ssmd.sessions.remote.body import Word, read_as
 from ssmd.sessions.remote.recovery import mark_of
 from ssmd.sessions.remote.remote import InvalidTurn, Remote, TurnPlace
+from ssmd.sessions.remote.signing import FORMAT, SignedRow, own_key
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.rows.blobs import encode
-from ssmd.sessions.rows.checkpoints import CheckpointRow, named_by, newest_on_path
+from ssmd.sessions.rows.checkpoints import CheckpointRow, is_trusted, named_by, newest_on_path
 from ssmd.sessions.rows.schema import checkpoint, turn
 from ssmd.sessions.rows.snapshot import Snapshot
+from ssmd.sessions.rows.trust import origin_of
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import Turn, UnknownSession
 
 log = logging.getLogger(__name__)
-FORMAT: Literal[1] = 1
 MAX_PACK_BYTES = 1 << 30  # bytes of a pack: it is in memory twice while it is taken
 _ALIGNED = 64  # bytes: numbers begin at a multiple
 _IDS = np.dtype("<i4")
 _Dtype = Literal["float16", "float32"]
 
 
-class EndBody(Strict):
-    """A state that a remote has: the turn that it belongs to, the models that it fits, and the pack that holds it."""
+class EndBody(SignedRow):
+    """A state that a remote has: the turn that it belongs to, the models that it fits, and the pack that holds it.
 
-    format: Literal[1]
+    vouched: all that it grew from was made by the machine that signed the row, or by those that it trusts.
+    """
+
+    kind_signed = b"ssmd state 2\n"
     session: Id
     turn: Id
     lineage: Hex
@@ -64,6 +67,7 @@ class EndBody(Strict):
     rows: _Dtype
     pack: Hex
     nbytes: Annotated[int, Field(ge=1, le=MAX_PACK_BYTES)]
+    vouched: bool = False
 
     @property
     def place(self) -> TurnPlace:
@@ -103,7 +107,7 @@ def send_end(store: Store, remote: Remote, session_id: str, allowance: Allowance
             found = _state_of(connection, end, session_id)
             if found is None:
                 return 0
-            row, line = found
+            row, line, vouched = found
             spec = as_stored(row)
             nbytes = len(_head(place)) + 4 * row.position + spec.nbytes_at(row.position)
             if nbytes > MAX_PACK_BYTES:
@@ -114,6 +118,7 @@ def send_end(store: Store, remote: Remote, session_id: str, allowance: Allowance
             state = store.load_in(connection, row.id, spec)
     except UnknownSession:  # it was removed meanwhile
         return 0
+    key = own_key(store)
     numbers = (np.ascontiguousarray(state.tensors[t.name], t.numpy_dtype) for t in (*spec.recurrent, *spec.rows))
     parts: list[bytes | memoryview] = [_head(place), np.ascontiguousarray(line.own, _IDS).tobytes()]
     parts += [_bytes_of(values) for values in numbers]
@@ -132,13 +137,13 @@ def send_end(store: Store, remote: Remote, session_id: str, allowance: Allowance
         rows=_dtype(spec, recurrent=False),
         pack=pack,
         nbytes=nbytes,
+        vouched=vouched,
     )
     older = [name for name in remote.ends(session_id) if name != end]
     with store.reading() as connection:  # ends of other machines that are not known here stay
         known = select(turn.c.id).where(turn.c.session == session_id, turn.c.id.in_(older[:500]))
         replaced = list(connection.scalars(known))
-    raw = body.model_dump_json().encode()
-    remote.publish_end(place, pack, raw, replaced, machine=machine, nbytes=nbytes)
+    remote.publish_end(place, pack, body.signed_by(key), replaced, machine=machine, nbytes=nbytes)
     return nbytes
 
 
@@ -151,8 +156,8 @@ def _newest(store: Store, connection: Connection, session_id: str) -> str | None
     return None if head is None or outbox.waits(connection, head) else head
 
 
-def _state_of(connection: Connection, turn_id: str, session_id: str) -> tuple[CheckpointRow, Line] | None:
-    """Return the deepest state of a turn that may go, and the ids that it was fed."""
+def _state_of(connection: Connection, turn_id: str, session_id: str) -> tuple[CheckpointRow, Line, bool] | None:
+    """Return the deepest state of a turn that may go, the ids that it was fed, and if this machine vouches for it."""
     stored = Snapshot(connection)
     one: Turn = stored.turn(turn_id)
     if one.session != session_id or not one.sound or not one.lineage:
@@ -160,12 +165,13 @@ def _state_of(connection: Connection, turn_id: str, session_id: str) -> tuple[Ch
     rows = sorted(newest_on_path(connection, [turn_id], one.lineage), key=lambda row: row.position, reverse=True)
     for row in rows:
         origin = connection.execute(select(checkpoint.c.origin).where(checkpoint.c.id == row.id)).scalar_one()
-        if origin not in ("", session_id) or row.position > len(one.ids):  # of an import, or of other ids
+        vouched = not origin or (of_machine(origin) and is_trusted(connection, origin))
+        if not (vouched or origin == session_id) or row.position > len(one.ids):  # of an import, or of other ids
             continue
         line, _ = stored.reach(one.ids, one.stem, 0)
         line = line.up_to(row.position)
         if named_by(row, line):
-            return row, line
+            return row, line, vouched
     return None
 
 
@@ -186,7 +192,7 @@ def _head(place: TurnPlace) -> bytes:
 def read_end(raw: bytes, place: TurnPlace, reader: RemoteReader) -> EndBody | None:
     """Read the row of a turn's state; None if a model of another lineage or layout made it. Raises InvalidTurn."""
     what = f"the state of turn {place.turn!r} of the remote"
-    body = read_as(EndBody, raw, FORMAT, what)
+    body = read_as(EndBody, raw, what)
     if body.place != place:
         raise InvalidTurn(f"{what} says that it is of {body.turn!r} of {body.session!r}")
     scope = reader.maker.scope
@@ -231,8 +237,12 @@ def take_end(store: Store, body: EndBody, pack: bytes, reader: RemoteReader) -> 
         info = stored.info(body.session)
     if one.session != body.session:
         raise InvalidTurn(f"{what} is of session {one.session!r} here")
-    state = State(body.position, 0, tensors)
-    made = NewCheckpoint(body.kind, Line(ids), state, origin=body.session, turn=body.turn, owner=info.owner)
+    state, origin = State(body.position, 0, tensors), body.session
+    if body.vouched and body.key is not None:
+        with store.reading() as connection:
+            if is_trusted(connection, origin_of(body.key)):
+                origin = origin_of(body.key)
+    made = NewCheckpoint(body.kind, Line(ids), state, origin=origin, turn=body.turn, owner=info.owner)
     scope = Scope(body.layout, body.lineage, body.build)
     try:
         encoded = encode(made, scope=scope, producer=body.producer, spec=reader.maker.spec)

@@ -35,6 +35,7 @@ from ssmd.sessions.remote.remote import (
     RemoteTurn,
     TurnPlace,
 )
+from ssmd.sessions.remote.signing import MachineKey, own_key, read_key
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.rows.outbox import OutboxRow
 from ssmd.sessions.store import Store
@@ -87,9 +88,9 @@ def send(
             rows = outbox.read(connection, _AT_ONCE, tombstones=over is not None)
         if not rows:
             break
-        sent, turns, mark = list[int](), set[str](), mark_of(store, remote)
+        sent, turns, mark, key = list[int](), set[str](), mark_of(store, remote), own_key(store)
         try:
-            for group in _groups(store, rows):
+            for group in _groups(store, rows, key):
                 if stopped():
                     break
                 if group.buried is not None:
@@ -128,7 +129,7 @@ class _Group:
     nbytes: int = 0
 
 
-def _groups(store: Store, rows: Sequence[OutboxRow]) -> Iterator[_Group]:
+def _groups(store: Store, rows: Sequence[OutboxRow], key: MachineKey) -> Iterator[_Group]:
     """Yield rows in their order, turns in groups of MAX_GROUP_BYTES or so: a database asks a round trip of each."""
     group = _Group()
     for row in rows:
@@ -138,7 +139,7 @@ def _groups(store: Store, rows: Sequence[OutboxRow]) -> Iterator[_Group]:
             yield _Group([row.id], buried=row)
             group = _Group()
             continue
-        if (turn := _turn(store, row)) is not None:
+        if (turn := _turn(store, row, key)) is not None:
             group.turns.append(turn)
             group.nbytes += len(turn.body)
         group.rows.append(row.id)
@@ -149,7 +150,7 @@ def _groups(store: Store, rows: Sequence[OutboxRow]) -> Iterator[_Group]:
         yield group
 
 
-def _turn(store: Store, row: OutboxRow) -> RemoteTurn | None:
+def _turn(store: Store, row: OutboxRow, key: MachineKey) -> RemoteTurn | None:
     """Read a turn that is to be sent; None if there is nothing to send of it."""
     assert row.turn is not None  # a row without a turn is a tombstone
     try:
@@ -163,7 +164,7 @@ def _turn(store: Store, row: OutboxRow) -> RemoteTurn | None:
         log.warning("turn %s was altered, and is not sent to the remote; see `ssmd session check`", turn.id)
         return None
     try:
-        return remote_turn(turn, session, above)
+        return remote_turn(turn, session, above, key)
     except StoreError as err:
         log.warning("a turn is not sent to the remote: %s", err)
         return None
@@ -302,7 +303,8 @@ class Link:
         store.shares = self._wake.set
 
     def connect(self) -> None:
-        """Open the remote. Raises RemoteError."""
+        """Open the remote. Raises RemoteError; KeyRefused if this machine cannot sign what it sends."""
+        read_key(self._store.file.parent)
         self._opened()
 
     def start(self) -> None:
@@ -323,7 +325,7 @@ class Link:
 
     @property
     def problem(self) -> str:
-        """Return why turns wait: "unreachable", "over_quota", "outbox_full", or "" if they do not."""
+        """Return why turns wait: "unreachable", "key_refused", "over_quota", "outbox_full", or "" if they do not."""
         with contextlib.suppress(StoreError), self._store.reading() as connection:
             if outbox.waiting(connection) >= outbox.MAX_WAITING:
                 return "outbox_full"
@@ -417,12 +419,7 @@ class Link:
         return self._within(seconds, partial(work, remote)) if remote is not None and self._may_ask() else None
 
     def _fetch(
-        self,
-        remote: Remote,
-        chains: Sequence[bytes],
-        domain: Domain,
-        session: str | None,
-        reader: RemoteReader,
+        self, remote: Remote, chains: Sequence[bytes], domain: Domain, session: str | None, reader: RemoteReader
     ) -> None:
         vocabularies = {reader.maker.scope.lineage: reader.vocabulary}
         for place in self._within(ASK_S, lambda: remote.known(chains, domain)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ssmd.sessions.remote.body import read_as, read_body
-from ssmd.sessions.remote.ends import FORMAT, EndBody
+from ssmd.sessions.remote.ends import EndBody
 from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, RemoteTurn, TurnPlace, UnknownVersion
 
 Kind = Literal["turn_damaged", "turn_without_parent", "state_damaged", "pack_missing", "pack_damaged", "pack_unnamed"]
@@ -125,7 +125,7 @@ def _check_end(remote: Remote, place: TurnPlace, done: Survey, named: set[str]) 
 def read_end_row(raw: bytes, place: TurnPlace) -> EndBody:
     """Read the row of a turn's state, of whatever model. Raises InvalidTurn."""
     what = f"the state of turn {place.turn!r} of the remote"
-    body = read_as(EndBody, raw, FORMAT, what)
+    body = read_as(EndBody, raw, what)
     if body.place != place:
         raise InvalidTurn(f"{what} says that it is of {body.turn!r} of {body.session!r}")
     return body

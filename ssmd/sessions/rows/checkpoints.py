@@ -24,13 +24,24 @@ from sqlalchemy import (
 )
 
 from ssmd.model.state import StateError, StateSpec
-from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, digest, keys_of, prefix_keys
+from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, digest, keys_of, of_machine, prefix_keys
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, anchors
 from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of
 from ssmd.sessions.rows.holding import add_stored_bytes
 from ssmd.sessions.rows.parts import segments_of
-from ssmd.sessions.rows.schema import by, checkpoint, checkpoint_segment, layout, piece, seen, segment, turn_checkpoint
+from ssmd.sessions.rows.schema import (
+    by,
+    checkpoint,
+    checkpoint_segment,
+    layout,
+    piece,
+    seen,
+    segment,
+    serves_all,
+    trusted_machine,
+    turn_checkpoint,
+)
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import as_they_are
@@ -110,10 +121,11 @@ _MADE = update(checkpoint).where(_c.id.in_(bindparam("some", expanding=True)))
 _MADE = _MADE.values(created_at=bindparam("now"), last_used_at=bindparam("now"))
 _ROWS = segments_of(bindparam("checkpoint"), segment.c.id, segment.c.first, segment.c.last, segment.c.checksum)
 _IMPORTED = select(session_table.c.imported).where(session_table.c.id == bindparam("session")).scalar_subquery()
-# A state from a remote has its session as its origin: it serves that one, and forks that begin in it.
+# A state of an unknown machine has its session as its origin: it serves that one, and forks that begin in it.
 _BEGAN: Any = select(turn_table.c.session).join(session_table, session_table.c.root == turn_table.c.id)
 _BEGAN = _BEGAN.where(session_table.c.id == bindparam("session")).scalar_subquery()
-_ITS_ORIGIN = or_(_c.origin == "", _c.origin == _IMPORTED, _c.origin == bindparam("session"), _c.origin == _BEGAN)
+_ITS_ORIGIN = or_(serves_all(_c.origin), _c.origin == _IMPORTED, _c.origin == bindparam("session"), _c.origin == _BEGAN)
+_IS_TRUSTED = select(trusted_machine.c.origin).where(trusted_machine.c.origin == bindparam("origin"))
 _FITTING = (
     select(_c.id, _c.key, _c.position, _c.build, _c.producer, _c.origin)
     .where(_c.key.in_(_NAMES), _ITS_ORIGIN, seen(_c.owner))
@@ -156,6 +168,11 @@ def find(
                 return StoredCheckpoint(row.id, row.position, row.build, row.producer, origin, seal)
         keys, batch = keys[:-batch], _BATCH
     return None
+
+
+def is_trusted(connection: Connection, origin: str) -> bool:
+    """Return True if the machine whose states have this origin is trusted."""
+    return connection.execute(_IS_TRUSTED, {"origin": origin}).first() is not None
 
 
 def _names(names: Sequence[bytes]) -> dict[str, object]:
@@ -258,6 +275,8 @@ def insert_checkpoints(
             connection.execute(insert(layout).values(digest=digest_, tensors=spec.to_json()))
     for enc in new:
         parent, why_not = _parent(connection, enc)
+        if enc.origin is not None and of_machine(enc.origin) and not is_trusted(connection, enc.origin):
+            why_not = "it grew from a state of a machine that is not trusted any more"
         if why_not:
             placed.append(CheckpointResult(None, why_not=why_not))
             continue

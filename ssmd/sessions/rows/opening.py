@@ -12,8 +12,8 @@ from ssmd.sessions.rows import database, disk_space
 from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.turn import StoreError
 
-HEAD = "0014"  # the newest revision; a test compares it with the files
-UPGRADED = ("0011", "0012", "0013")  # earlier revisions that are upgraded when a database is opened
+HEAD = "0015"  # the newest revision; a test compares it with the files
+UPGRADED = ("0011", "0012", "0013", "0014")  # earlier revisions that are upgraded when a database is opened
 _LOOK_MS = 200  # longest wait for a lock to read the revision: readers wait only if a process uses the file alone
 
 

@@ -25,6 +25,7 @@ from sqlalchemy import (
     UniqueConstraint,
     bindparam,
     or_,
+    select,
     text,
 )
 
@@ -121,7 +122,9 @@ checkpoint = Table(
     Column("lineage", String(64), nullable=False),
     Column("build", String(64), nullable=False),
     Column("producer", Text, nullable=False),
-    Column("origin", String(64), nullable=False),  # session of an import, '' if the state was computed here
+    # '' if the state was computed here; session of an import; '@' and the key of a trusted machine. States that grow
+    # from it have the same.
+    Column("origin", String(64), nullable=False),
     Column("owner", String(64), nullable=False, server_default=text("''")),
     Column("position", Integer, nullable=False),
     Column("parent", ForeignKey("checkpoint.id", ondelete="SET NULL"), index=True),
@@ -240,6 +243,20 @@ buried_turn = Table(
     Column("turn", String(64), primary_key=True),
     Column("session", String(64), nullable=False),
 )
+
+# The machines whose states serve here as this one's own.
+trusted_machine = Table(
+    "trusted_machine",
+    metadata,
+    Column("origin", String(64), primary_key=True),  # that of its states: '@' and its key in base64
+    Column("name", String(64), nullable=False),  # that the user gave it, or ''
+    Column("trusted_at", BigInteger, nullable=False),
+)
+
+
+def serves_all(origin: Any) -> Any:
+    """Build the condition that a state with this origin column may serve every conversation of its owner."""
+    return or_(origin == "", origin.in_(select(trusted_machine.c.origin)))
 
 
 def seen(owner: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, literal, select
 
-from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, prefix_keys
+from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, of_machine, prefix_keys
 from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line
 from ssmd.sessions.match import Echo, continues
@@ -132,8 +132,9 @@ class Snapshot:
 
         Returns (checkpoint, line, stem): the line has all ids at hand that are to be fed, and they begin at the end of
         the turn `stem`. Without a checkpoint these are all ids. Other builds of the lineage and layout count too.
-        Imported checkpoints serve only the `session` that they came with. skip: ids of checkpoints to pass over, such
-        as those that could not be loaded. Raises StoreError if stored ids that are needed were altered.
+        Checkpoints of an import or of an unknown machine serve only the `session` that they came with. skip: ids of
+        checkpoints to pass over, such as those that could not be loaded. Raises StoreError if stored ids that are
+        needed were altered.
         """
         return resume(self._connection, scope, ids, stem, session, self._domain, skip)
 
@@ -200,7 +201,8 @@ _LONGER = (
     .where(
         *(_k.parent == bindparam("parent"), _k.position > bindparam("least")),
         _k.kind.in_(("system", "prefix", "user")),  # rows of a prompt: those of an answer were computed otherwise
-        *(_k.build == bindparam("build"), _k.producer == bindparam("producer"), _k.origin == "", seen(_k.owner)),
+        *(_k.build == bindparam("build"), _k.producer == bindparam("producer"), _k.origin == bindparam("origin")),
+        seen(_k.owner),
     )
     .order_by(_k.last_used_at.desc(), _k.id.desc())
     .limit(_CHILDREN)
@@ -223,12 +225,12 @@ def lengthen(
     longer one are those of its turn, unless that was rendered again with others. Of those that grew from `found`, the
     _CHILDREN that were used last are compared.
     """
-    at, last = found.position, len(ids) - 1
-    if found.seal is not None or found.origin is not None or (last - at) < cell or at < ids.start:
+    at, last, origin = found.position, len(ids) - 1, found.origin or ""
+    if found.seal is not None or (origin and not of_machine(origin)) or (last - at) < cell or at < ids.start:
         return found
-    values = {"parent": found.id, "build": found.build, "producer": found.producer, "least": at + cell, **by(domain)}
+    values = {"parent": found.id, "build": found.build, "producer": found.producer, "origin": origin}
     wanted, best = ids.since(at), found
-    for row in connection.execute(_LONGER, values).all():
+    for row in connection.execute(_LONGER, {**values, "least": at + cell, **by(domain)}).all():
         with as_they_are(connection):
             turn_row = connection.execute(_ITS_TURN, {"checkpoint": row.id, **by(domain)}).one_or_none()
         turn = None if turn_row is None else turn_of(turn_row)

@@ -15,7 +15,7 @@ from ssmd.sessions.checkpoint import Scope
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import tree
-from ssmd.sessions.rows.schema import checkpoint, turn, turn_checkpoint
+from ssmd.sessions.rows.schema import checkpoint, serves_all, turn, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.turns import as_they_are, turn_of
 from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn
@@ -101,4 +101,4 @@ def read_beginning(connection: Connection, session_id: str) -> tuple[Turn, int]:
 def _end(layout: Any) -> Any:
     """Build the condition that the state at the end of a turn is stored, and serves more than one session."""
     linked = select(_c.id).join(turn_checkpoint, _l.checkpoint == _c.id)
-    return linked.where(_l.turn == _t.id, _c.position == _LENGTH, _c.origin == "", layout).exists()
+    return linked.where(_l.turn == _t.id, _c.position == _LENGTH, serves_all(_c.origin), layout).exists()

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import commands
@@ -26,6 +27,7 @@ from ssmd.sessions.files.backup import UNFINISHED, back_up
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.line import Line
 from ssmd.sessions.rows.database import FILE, PAGE_BYTES
+from ssmd.sessions.rows.trust import origin_of, trust
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 
@@ -175,6 +177,20 @@ def test_what_lies_in_the_free_part_of_a_page_stays_there(tmp_path: Path) -> Non
         live.backup(copy)
     assert b"LEFT-BEHIND" in (tmp_path / "theirs").read_bytes(), "else this test shows nothing"
     assert b"LEFT-BEHIND" not in (tmp_path / "backup" / FILE).read_bytes()
+
+
+def test_states_of_a_trusted_machine_go_with_the_trust(tmp_path: Path) -> None:
+    chat = Chat(new_store(tmp_path / "data"), "ses_1")
+    with chat.store.writing() as connection:
+        trust(connection, "ab" * 32, "laptop")
+    turn, states = chat.make("t1", None, [user("Hello")], "Hi.")
+    origin = origin_of("ab" * 32)
+    chat.store.commit([turn], [replace(chat.encode(one), origin=origin) for one in states], session=chat.info)
+    back_up(tmp_path / "data", tmp_path / "backup")
+    with closing(Store.open(tmp_path / "backup")) as restored:
+        found = find(restored, chat.scope, turn.ids.own)
+    assert found is not None
+    assert (found.position, found.origin) == (len(turn.ids) - 1, origin)
 
 
 def test_states_of_no_turn_stay_behind(chat: Chat, tmp_path: Path) -> None:

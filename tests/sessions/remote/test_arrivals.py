@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from keeping import LINEAGE, VOCABULARY, Chat, new_store, user, whole
+from remotes import signed
 
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.line import NOTHING, SILENCE
+from ssmd.sessions.remote.body import TurnBody
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import purge, send
 from ssmd.sessions.remote.remote import InvalidTurn, RemoteTurn, TurnPlace
 from ssmd.sessions.remote.sharing import keep_local, pull_session, share, shareable
+from ssmd.sessions.remote.signing import own_key
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, StoreError
 from ssmd.text.messages import Message, ToolCall
@@ -60,7 +63,7 @@ class Shared:
         file.unlink()
         body = json.loads(raw)
         change(body)
-        self.remote.publish([RemoteTurn(place, "", chain, json.dumps(body).encode())])
+        self.remote.publish([RemoteTurn(place, "", chain, signed(body, own_key(self.a), TurnBody))])
 
     def untouched(self) -> bool:
         """True if the second store is sound and has nothing."""
@@ -208,7 +211,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "half a character": lambda body: body["turn"]["items"][0].update(content="\ud800"),
     "a NUL in a model's name": lambda body: body["session"].update(model="a\0b"),
     "a long owner": lambda body: body["session"].update(owner="o" * 65),
-    "a newer version": lambda body: body.update(format=2),
+    "a newer version": lambda body: body.update(format=3),
     "a list": lambda body: body.update(turn=[]),
 }
 

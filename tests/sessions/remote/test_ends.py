@@ -20,6 +20,7 @@ import commands
 import numpy as np
 import pytest
 from keeping import BUILD, LINEAGE, PRODUCER, SPECS, VOCABULARY, Chat, assert_same, find, new_store, state_of, user
+from remotes import signed
 
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, Scope
@@ -27,12 +28,13 @@ from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.remote import folder as folder_module
 from ssmd.sessions.remote import link as link_module
 from ssmd.sessions.remote import packs as packs_module
-from ssmd.sessions.remote.ends import RemoteReader, find_end, send_end, take_end
+from ssmd.sessions.remote.ends import EndBody, RemoteReader, find_end, send_end, take_end
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import Bandwidth, Link, RestingEnds, fetching_is_sooner, send
 from ssmd.sessions.remote.packs import SWEPT_S
 from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, TurnPlace
 from ssmd.sessions.remote.sharing import keep_local, pull_session
+from ssmd.sessions.remote.signing import own_key
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 
@@ -78,6 +80,9 @@ class Roaming:
         assert raw is not None
         found: dict[str, Any] = json.loads(raw)
         return found
+
+    def signed(self, row: dict[str, Any]) -> bytes:
+        return signed(row, own_key(self.a), EndBody)
 
     def packs(self) -> list[Path]:
         return sorted(p for p in self.root.glob("packs/*/*"))
@@ -197,13 +202,13 @@ def test_a_removed_conversation_takes_its_state_along(hybrid: Roaming) -> None:
     send(hybrid.a, hybrid.remote)
     assert not hybrid.packs()
     assert not list(hybrid.root.glob("ends/*/*"))
-    hybrid.remote.publish_end(SECOND, row["pack"], json.dumps(row).encode(), [])  # by one that does not know yet
+    hybrid.remote.publish_end(SECOND, row["pack"], hybrid.signed(row), [])  # by one that does not know yet
     assert not list(hybrid.root.glob("ends/*/*/*"))
     assert hybrid.remote.end(SECOND) is None
 
 
 FORGED: dict[str, tuple[dict[str, Any], str]] = {
-    "another version": ({"format": 2}, "of another version"),
+    "another version": ({"format": 3}, "of another version"),
     "an unknown field": ({"more": 1}, "more: Extra inputs"),
     "another turn": ({"turn": "t1"}, "says that it is of 't1'"),
     "a kind that is not known": ({"kind": "sealed"}, "kind: "),
@@ -223,7 +228,7 @@ def test_a_row_that_lies_is_not_taken(case: str, hybrid: Roaming) -> None:
     change, said = FORGED[case]
     send_end(hybrid.a, hybrid.remote, "ses_1")
     row = hybrid.row() | change
-    hybrid.remote.publish_end(SECOND, hybrid.row()["pack"], json.dumps(row).encode(), [])
+    hybrid.remote.publish_end(SECOND, hybrid.row()["pack"], hybrid.signed(row), [])
     with pytest.raises(InvalidTurn, match=said):
         find_end(hybrid.remote, [SECOND], hybrid.reader)
 
@@ -232,7 +237,7 @@ def test_a_row_that_lies_is_not_taken(case: str, hybrid: Roaming) -> None:
 def test_a_state_of_another_model_is_left_alone(change: dict[str, str], hybrid: Roaming) -> None:
     send_end(hybrid.a, hybrid.remote, "ses_1")
     row = hybrid.row() | change
-    hybrid.remote.publish_end(SECOND, row["pack"], json.dumps(row).encode(), [])
+    hybrid.remote.publish_end(SECOND, row["pack"], hybrid.signed(row), [])
     assert find_end(hybrid.remote, [SECOND], hybrid.reader) is None
 
 
@@ -257,7 +262,7 @@ def test_a_pack_that_lies_is_not_taken(case: str, hybrid: Roaming) -> None:
     }[case]
     raw[at : at + len(value)] = value
     row["pack"] = hybrid.remote.packs.put([bytes(raw)])
-    hybrid.remote.publish_end(SECOND, row["pack"], json.dumps(row).encode(), [])
+    hybrid.remote.publish_end(SECOND, row["pack"], hybrid.signed(row), [])
     with pytest.raises(InvalidTurn, match=said):
         hybrid.take()
     assert hybrid.found("ses_1") == (0, None)

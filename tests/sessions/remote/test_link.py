@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -87,7 +86,7 @@ def test_a_lie_on_length_makes_no_request_wait(roaming: Roaming, monkeypatch: py
     row, position = roaming.row(), 200_000  # 300 s of reading
     each = 4 + roaming.spec.nbytes_at(2) - roaming.spec.nbytes_at(1)
     forged = row | {"position": position, "nbytes": row["nbytes"] + (position - row["position"]) * each}
-    roaming.remote.publish_end(SECOND, row["pack"], json.dumps(forged).encode(), [])
+    roaming.remote.publish_end(SECOND, row["pack"], roaming.signed(forged), [])
     began, go_on = slowly(roaming, monkeypatch)
     thread = threading.Thread(target=bring, args=(roaming.link(), roaming))
     thread.start()

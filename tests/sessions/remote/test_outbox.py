@@ -217,8 +217,8 @@ def test_a_database_of_0011_is_upgraded(opened: Callable[[Path], object], tmp_pa
         done.close()
     after = _contents(folder)
     assert after.pop("receipt") == after.pop("outbox") == after.pop("remote_session") == []
-    assert after.pop("remote_mark") == after.pop("buried_turn") == []
-    assert after.pop("alembic_version") == [("0014",)]
+    assert after.pop("remote_mark") == after.pop("buried_turn") == after.pop("trusted_machine") == []
+    assert after.pop("alembic_version") == [("0015",)]
     assert before.pop("alembic_version") == [("0011",)]
     assert after == before
 
@@ -239,7 +239,7 @@ def test_an_upgrade_that_fails_leaves_0011(tmp_path: Path, monkeypatch: pytest.M
     for one in (made / "versions").glob("*.py"):
         text = one.read_text()
         (broken / "versions" / one.name).write_text(
-            f"{text}    op.execute('NO SUCH STATEMENT')\n" if one.name.startswith("0014") else text
+            f"{text}    op.execute('NO SUCH STATEMENT')\n" if one.name.startswith("0015") else text
         )
     before = _contents(folder)
     with monkeypatch.context() as patch:

@@ -344,7 +344,7 @@ def test_answers_and_leases_of_another_role_do_not_count(
 
 
 def test_two_roles_cannot_have_one_folder(ann: PostgresRemote, place: DatabasePlace, tmp_path: Path) -> None:
-    with pytest.raises(RemoteError, match="belongs to another database, or to another role of this one") as failed:
+    with pytest.raises(RemoteError, match="belongs to another database, or another role of it") as failed:
         PostgresRemote.open(place.server.url("ssmd", user="bob", packs=str(tmp_path / "ann")), create=True)
     assert failed.value.lasting
 

@@ -64,8 +64,8 @@ class Machine:
         finally:
             store.close()
 
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return commands.ssmd("session", *words, env={**os.environ, "SSMD_DATA_DIR": str(self.data)})
+    def command(self, *words: str, of: str = "session") -> subprocess.CompletedProcess[str]:
+        return commands.ssmd(of, *words, env={**os.environ, "SSMD_DATA_DIR": str(self.data)})
 
 
 def until(condition: Callable[[], bool], within_s: float = 60) -> None:
@@ -159,6 +159,55 @@ def test_a_state_goes_where_the_conversation_goes(
         a.sent()
     for one in (a, b):
         assert not check(one.data).damages
+
+
+@pytest.mark.parametrize("trusts", [True, False], ids=["trusted", "unknown"])
+def test_a_trusted_machines_state_serves_others(
+    trusts: bool, artifacts: TinyArtifacts, tmp_path: Path, place: Place
+) -> None:
+    """Another conversation at the second machine begins with the ids of the first one's: bits are as at the first."""
+    said: Messages = []
+    with machines(tmp_path, artifacts["mamba-f32"], place.setting) as (a, b):
+        if trusts:
+            key = a.command("key", of="store").stdout.strip()
+            assert b.command("trust", key, "--name", "a", of="store").returncode == 0
+        session = a.say(said, "Tell me of a river. " + "It flows, and it bends. " * 12)["session"]
+        a.sent()
+        a.daemon.stop()  # it sends the state first
+        [turn] = a.turns(session)
+        assert b.say(said, "And then?")["cached"] == len(turn.ids) - 1
+        a.daemon.start()
+        other = {"prompt": turn.ids.own.tolist(), "max_tokens": 8, "temperature": 0, "logprobs": 3}
+        here, there = (_completed(one, other) for one in (b, a))
+        print(f"trusts: {trusts}; {here[0]} cached tokens of {len(turn.ids)}, at the state's maker {there[0]}")
+        assert (here[0], there[0]) == (len(turn.ids) - 1 if trusts else 0, len(turn.ids) - 1)
+        assert here[1] == there[1]
+        if trusts:
+            removed = json.loads(b.command("distrust", key, "--json", of="store").stdout)["states"]
+            assert removed > 1  # with those of the turn that the second one made
+            assert _completed(b, other) == (0, here[1])
+            assert b.turns(session)[0].id == turn.id
+    for one in (a, b):
+        assert not check(one.data).damages
+
+
+def _completed(machine: Machine, body: dict[str, Any]) -> tuple[int, object]:
+    """Complete a prompt that is of no conversation. Returns the tokens that were cached, and the answer's bits."""
+    model = machine.daemon.get("/v1/models")[1]["data"][0]["id"]
+    done = machine.daemon.post("/v1/completions", {"model": model} | body)
+    [choice] = done["choices"]
+    return done["usage"]["prompt_tokens_details"]["cached_tokens"], (choice["text"], choice["logprobs"])
+
+
+def test_a_daemon_does_not_start_with_a_damaged_key(artifacts: TinyArtifacts, tmp_path: Path, folder: Path) -> None:
+    lay_store(tmp_path / "a")
+    key = tmp_path / "a" / "machine.key"
+    key.touch(0o600)
+    words = ("serve", str(artifacts["llama-f32"]), "--port", "0", "--remote", str(folder))
+    done = commands.ssmd(*words, env={**os.environ, "SSMD_DATA_DIR": str(tmp_path / "a")})
+    assert done.returncode == 1
+    assert f"this machine's key {key} is damaged" in done.stderr
+    assert key.read_bytes() == b""
 
 
 def test_branches_made_offline_are_both_kept(artifacts: TinyArtifacts, tmp_path: Path, folder: Path) -> None:

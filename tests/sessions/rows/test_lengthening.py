@@ -118,3 +118,15 @@ def test_a_cut_reads_and_verifies_what_it_needs(chat: Chat) -> None:
         connection.exec_driver_sql("UPDATE segment SET checksum = zeroblob(16) WHERE first > 0")
     with pytest.raises(StoreError, match="altered"):
         read(chat.store, number, end)
+
+
+@pytest.mark.parametrize(("origin", "start"), [("", 88), ("@" + "A" * 43, 88), ("ses", 23)])
+def test_rows_of_a_trusted_machine_are_cut_alike(origin: str, start: int, chat: Chat) -> None:
+    """Rows of an unknown one are not: its states serve as they came, and their session alone."""
+    with chat.store.writing() as connection:
+        connection.exec_driver_sql(f"UPDATE checkpoint SET origin = '{origin}'")
+        connection.exec_driver_sql(f"INSERT INTO trusted_machine VALUES ('@{'A' * 43}', '', 0)")
+    with chat.store.snapshot() as stored:
+        found, line, _ = stored.resume(chat.scope, Line.of(ids_with_other_end(chat, 90)), None, "ses")
+        assert found is not None
+        assert stored.lengthen(chat.scope, found, line, CELL).start == start
