@@ -1,10 +1,10 @@
 """The time of a request beside the model: from its first byte to the answer's last, less the model's computation.
 
-    benchmarks/request_cost.py [MODEL]     an artifact's name or path; default: smollm2
+    benchmarks/request_cost.py [MODEL]     an artifact's name or path; default: smollm2.
     benchmarks/request_cost.py --remote    stored plain requests alone: without a remote, with one, and with one whose
-                                           folder is away, three times in turn
+                                           folder is away, three times in turn.
     benchmarks/request_cost.py --before CHECKOUT
-                                           the same of this checkout and of another one, as of an older commit
+                                           the same of this checkout and of another one, as of an older commit.
 
 One client, one request after the other, each answered in full. Less: the prompt's prefill, the restore of a state, and
 the time between tokens, whose share that is not the model's overhead.py and structured.py tell. Before: until the

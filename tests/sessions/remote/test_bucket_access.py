@@ -169,7 +169,7 @@ def test_a_bucket_belongs_to_one_database(with_bucket: BucketPlace, server: Clus
     mark = with_bucket.bucket.call("GET", key)
     assert json.loads(mark)["format"] == 1
     try:
-        with pytest.raises(RemoteError, match="belongs to another database: name its own") as failed:
+        with pytest.raises(RemoteError, match="belongs to another database, or another role of it: name its own") as failed:
             PostgresRemote.open(server.url(other, packs=f"s3://{BUCKET}/{with_bucket.prefix}"), create=True)
         assert failed.value.lasting
         with_bucket.bucket.call("PUT", "letters/one", b"x")

@@ -138,7 +138,7 @@ def test_a_full_remote_is_tried_with_one_state(
         another(roaming, f"ses_{n}")
     tried: list[str] = []
 
-    def full(store: object, remote: object, session: str) -> int:
+    def full(store: object, remote: object, session: str, allowance: object) -> int:
         tried.append(session)
         raise RemoteError("its disk is full")
 

@@ -131,7 +131,7 @@ def test_one_machine_at_a_time_clears_a_database(database: DatabasePlace) -> Non
     server.close()
     remote.close()
     bare = PostgresRemote.open(database.server.url(database.database), create=False)
-    with pytest.raises(RemoteError, match="names no folder for bytes"):
+    with pytest.raises(RemoteError, match="names no place for bytes"):
         bare.retain(Retention(nbytes=0))
     bare.close()
 
