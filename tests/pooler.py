@@ -19,8 +19,13 @@ _USER = "postgres"  # it refuses to run as root
 class Pooler:
     """PgBouncer in front of a cluster, at a socket in the cluster's folder. pool_mode is transaction."""
 
-    def __init__(self, cluster: Cluster, *, connections: int = 5, clients: int = 200, port: int = 0) -> None:
-        """connections: to the server. clients: connections that it takes. port: 0 is any free one."""
+    def __init__(
+        self, cluster: Cluster, *, connections: int = 5, clients: int = 200, port: int = 0, address: str = ""
+    ) -> None:
+        """connections: to the server. clients: connections that it takes. port: 0 is any free one.
+
+        address: another one that it listens at, with TLS and the server's certificate.
+        """
         with socket.socket() as one:
             one.bind(("127.0.0.1", port))
             self.port: int = one.getsockname()[1]
@@ -36,6 +41,9 @@ class Pooler:
             "stats_users": "admin",
             "logfile": cluster.folder / "pgbouncer.log",
         }
+        if address:
+            tls = {"client_tls_sslmode": "require", "client_tls_cert_file": cluster.certificate}
+            settings |= tls | {"listen_addr": address, "client_tls_key_file": cluster.data / "server.key"}
         lines = ["[databases]", f"* = host={cluster.sockets} port={cluster.port} user=ssmd", "[pgbouncer]"]
         file.write_text("\n".join([*lines, *(f"{name} = {value}" for name, value in settings.items())]) + "\n")
         user: dict[str, Any] = {}
