@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from namespaces import MachineDaemon
@@ -83,6 +83,11 @@ def answer_id(body: bytes, streamed: bool) -> str:
     """Return the id of an answer, which one that is given again has too."""
     first = body.partition(b"data: ")[2].partition(b"\n\n")[0] if streamed else body
     return str(json.loads(first)["id"])
+
+
+def _events(body: bytes) -> bytes:
+    """Return the events of a stream, without comments: a daemon sends such while a request waits."""
+    return b"\n\n".join(event for event in body.split(b"\n\n") if not event.startswith(b":"))
 
 
 def _sent(body: bytes, streamed: bool) -> str | None:
@@ -160,6 +165,8 @@ class Client:
         try:
             with daemon.network.inside(at):
                 got = ask(daemon.port, "POST", CHAT, body_of(fields["model"], messages, fields), headers)
+            if streamed:
+                got = replace(got, body=_events(got.body))
             if got.status == 200:
                 told = told_by(got.body, streamed)
                 ending = "answered"

@@ -25,6 +25,7 @@ MOMENTS = {"in a stream": 0.35, "in a commit": 0.25, "at start-up": 0.15, "at an
 LID_S = 30.0
 LAST = 8  # kills of a round during which no lid is closed any more: the round would wait for it
 KILLERS = 2  # threads
+AWAY, BACK, SERVES = b"nothing is sent to the remote", b"the remote is reached again", b" serves "  # in a log
 WAITED_FOR = 0.7  # part of the kills after which the daemon is waited for; else the next kill may meet its start
 
 
@@ -63,7 +64,7 @@ class Disturber:
     def run(self) -> None:
         """Return when all kills are done, all links joined, and all daemons up."""
         killers = [threading.Thread(target=self._guarded(self._kill_daemons), args=[n]) for n in range(KILLERS)]
-        works = (self._kill_servers, self._cut_links, self._close_lids, self._lose_packs, self._restore)
+        works = (self._kill_servers, self._cut_links, self._close_lids, self._lose_packs, self._restore, self._watch)
         others = [threading.Thread(target=self._guarded(work), args=[n]) for n, work in enumerate(works, KILLERS)]
         for thread in (*killers, *others):
             thread.start()
@@ -203,6 +204,23 @@ class Disturber:
             self._tool("pg_restore", *words)
             self._count("remotes restored from a backup")
             self.reach.note("", began, time.monotonic() + 60)  # until each machine has looked at its mark
+
+    def _watch(self, _: random.Random) -> None:
+        """Note what the daemons' logs say of the remote, which may be late on a busy computer."""
+        read, away = Counter[str](), dict[str, float]()
+        while not self._over.wait(0.2):
+            for name in self.daemons:
+                with (self.of.folder / f"{name}.log").open("rb") as log:
+                    log.seek(read[name])
+                    said = log.read()
+                read[name] += len(said)
+                if AWAY in said:
+                    away.setdefault(name, time.monotonic())
+                    self._count("remote late or away, by a log")
+                if name in away and (BACK in said or SERVES in said):
+                    self.reach.note(name, away.pop(name), time.monotonic())
+        for name, since in away.items():
+            self.reach.note(name, since, time.monotonic())
 
     def _tool(self, name: str, *words: str) -> None:
         program = shutil.which(name)

@@ -51,6 +51,7 @@ END_S = 240.0  # s in which what waits must have been sent
 ROWS = (
     *("kills of a daemon", "in a stream", "in a commit", "at start-up", "at any moment"),
     *("kills of the server", "links cut", "lids closed for 30 s", "packs lost", "remotes restored from a backup"),
+    "remote late or away, by a log",
     *("requests", "died", "refused", "retried", "first answers again", "second branches", "of these unexplained"),
     *("turns told", "told `sent`", "told `waiting`", "went on at another daemon", "found", "lost", "twice"),
     *("answers as the control's", "to the last bit", "of another cut", "near ties", "states compared"),
