@@ -46,7 +46,7 @@ class Check:
         self._rows = cluster.admin("SELECT session, turn, body FROM ssmd.turn", database)
         [[states]] = cluster.admin("SELECT count(*) FROM ssmd.ending", database)
         self.of.counts.update({"turns in the remote": len(self._rows), "states in the remote": int(states)})
-        self._alike: set[str] = set()  # questions before which the control resumed where the daemon did
+        self._alike = defaultdict[str, set[str]](set)  # by machine: questions whose tokens it fed as the control did
 
     def turns(self) -> Iterator[Turn]:
         """Yield all that clients were told to be stored, answers of other daemons to the same request too."""
@@ -127,13 +127,13 @@ class Check:
                         self._fail(one, f"the control says {got.status} {got.body[:300]!r}")
                         break
                     told = told_by(got.body, one.fields["stream"])
-                    alike = alike and one.cached == told.cached
+                    alike = alike and one.cached == told.cached and one.name not in one.strays
                     self._compare(one, told.text, told.tokens, alike=alike)
                     if alike:
-                        self._alike.add(one.question)
+                        self._alike[one.name].add(one.question)
 
     def _compare(self, one: Turn, text: str, tokens: list[Any], *, alike: bool) -> None:
-        """alike: the daemon resumed where the control did, in this turn and all before."""
+        """alike: it resumed where the control did, in this turn and all before, and fed the same tokens at a time."""
         if one.text == text:
             self.of.counts["answers as the control's"] += 1
             exact = one.tokens == tokens
@@ -157,7 +157,7 @@ class Check:
                     self.of.counts["states to the last bit"] += 1
                     continue
                 self.of.counts["states of another cut"] += 1
-                if turns and turns <= self._alike:
+                if turns and turns <= self._alike[name]:
                     self.of.failures.append(f"a state of {name}, of turns {sorted(turns)}, is not the control's")
 
 

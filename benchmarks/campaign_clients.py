@@ -72,6 +72,7 @@ class Turn:
     keyed: bool
     fields: dict[str, Any]
     attempts: list[Attempt]
+    strays: frozenset[str]  # daemons that may have read this conversation without a word: an attempt there died
     others: list[Turn] = field(default_factory=list)  # what another daemon answered to the same request
 
     @property
@@ -109,11 +110,13 @@ class Client:
         self.counts = Counter[str]()
         self.talks: list[list[Turn]] = []
         self._asked = 0
+        self._strays: set[str] = set()  # of the conversation that goes on
 
     def run(self) -> None:
         try:
             while not self.reach.over:
                 self.talks.append([])
+                self._strays = set()
                 said: Messages = []
                 at = self.rng.choice(list(self.reach.daemons))
                 for _ in range(MOST_QUESTIONS):
@@ -179,6 +182,7 @@ class Client:
             self.reach.streams[at] -= 1
         attempts.append(Attempt(at, began, time.monotonic(), ending))
         if ending != "answered":
+            self._strays.add(at)
             self.counts[ending] += 1
             if ending == "refused" and got.status not in (200, 503):
                 self.fail(f"{question} at {at}: {got.status} {got.body[:300]!r}")
@@ -198,6 +202,7 @@ class Client:
             keyed=keyed,
             fields=fields,
             attempts=attempts,
+            strays=frozenset(self._strays),
         )
 
     def _count(self, got: Answer, keyed: bool, streamed: bool) -> str | None:
@@ -218,5 +223,6 @@ class Client:
         )
         if other is not None and other.id != turn.id:
             turn.others.append(other)
+            self._strays.add(other.name)
         elif other is not None and other.text != turn.text:
             self.fail(f"{turn.question!r} was answered again with another text: {other.text!r}, not {turn.text!r}")

@@ -24,7 +24,7 @@ from ssmd.sessions.rows.database import FILE
 MOMENTS = {"in a stream": 0.35, "in a commit": 0.25, "at start-up": 0.15, "at any moment": 0.25}
 LID_S = 30.0
 LAST = 8  # kills of a round during which no lid is closed any more: the round would wait for it
-KILLERS = 2  # threads
+EACH_KILLER = 2  # daemons for a thread that kills
 AWAY, BACK, SERVES = b"nothing is sent to the remote", b"the remote is reached again", b" serves "  # in a log
 WAITED_FOR = 0.7  # part of the kills after which the daemon is waited for; else the next kill may meet its start
 
@@ -63,9 +63,14 @@ class Disturber:
 
     def run(self) -> None:
         """Return when all kills are done, all links joined, and all daemons up."""
-        killers = [threading.Thread(target=self._guarded(self._kill_daemons), args=[n]) for n in range(KILLERS)]
+        killing = len(self.daemons) // EACH_KILLER
+        killers = [
+            threading.Thread(target=self._guarded(self._kill_daemons), args=[n], daemon=True) for n in range(killing)
+        ]
         works = (self._kill_servers, self._cut_links, self._close_lids, self._lose_packs, self._restore, self._watch)
-        others = [threading.Thread(target=self._guarded(work), args=[n]) for n, work in enumerate(works, KILLERS)]
+        others = [
+            threading.Thread(target=self._guarded(work), args=[n], daemon=True) for n, work in enumerate(works, killing)
+        ]
         for thread in (*killers, *others):
             thread.start()
         for thread in killers:

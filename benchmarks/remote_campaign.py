@@ -20,6 +20,7 @@ import contextlib
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -164,6 +165,8 @@ def apart(asked: argparse.Namespace, number: int, kills: int, server_kills: int)
         try:
             process.wait(1200)
         except subprocess.TimeoutExpired:
+            pass
+        finally:  # a stop of this program stops the round, which ends its daemons
             process.terminate()
             process.wait()
     try:
@@ -201,6 +204,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep data and logs of rounds that failed here")
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if why := missing():
         raise SystemExit(why)
     if asked.only is not None:
