@@ -34,13 +34,14 @@ def ip(*words: str) -> None:
 
 
 class Network:
-    """A bridge with an address of this computer, and a namespace for each machine. number: of its addresses."""
+    """A bridge with an address of this computer, and a namespace for each machine. Several stand beside each other."""
 
-    def __init__(self, names: Sequence[str], number: int = 77) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         if os.geteuid():
             raise SystemExit("network namespaces need root")
         self.names, self._tag = tuple(names), f"{os.getpid() % 100_000}"
-        self.bridge, self.address = f"sb{self._tag}", f"10.{number}.0.1"
+        number = f"10.77.{os.getpid() % 250}"
+        self.bridge, self.address = f"sb{self._tag}", f"{number}.1"
         ip("link", "add", self.bridge, "type", "bridge")
         ip("addr", "add", f"{self.address}/24", "dev", self.bridge)
         ip("link", "set", self.bridge, "up")
@@ -49,7 +50,7 @@ class Network:
             ip("netns", "add", space)
             ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
             ip("link", "set", port, "master", self.bridge, "up")
-            ip("-n", space, "addr", "add", f"10.{number}.0.{n + 2}/24", "dev", "eth0")
+            ip("-n", space, "addr", "add", f"{number}.{n + 2}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")
             ip("-n", space, "link", "set", "lo", "up")
 

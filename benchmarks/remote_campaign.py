@@ -222,7 +222,11 @@ def main() -> None:
         kills = min(ROUND, asked.kills - number * ROUND)
         servers = asked.server_kills * (number + 1) // rounds - asked.server_kills * number // rounds
         started = time.monotonic()
-        counts, wrong = apart(asked, number, kills, servers)
+        try:
+            counts, wrong = apart(asked, number, kills, servers)
+        except KeyboardInterrupt:
+            print(f"# stopped in round {number + 1} of {rounds}, which is not counted")
+            break
         total.update(counts)
         failures += wrong
         took = time.monotonic() - started
