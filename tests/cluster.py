@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,9 @@ def missing() -> str:
 class Cluster:
     """A server with its data in a folder of its own. Its role `ssmd` owns the databases, and is no superuser."""
 
-    def __init__(self, *settings: str) -> None:
-        """settings: of the server, such as "fsync=on"."""
+    def __init__(self, *settings: str, addresses: Sequence[str] = ()) -> None:
+        """settings: of the server, such as "fsync=on". addresses: others that it has, for TLS alone."""
+        self.addresses = tuple(addresses)
         self.folder = Path(tempfile.mkdtemp(prefix="ssmd-pg-"))
         self.data, self.sockets = self.folder / "data", self.folder
         self.port = _free_port()
@@ -65,7 +67,8 @@ class Cluster:
             shutil.chown(self.folder, _SERVER_USER, _SERVER_USER)
         command = [str(PROGRAMS[0]), "-D", str(self.data), "-U", "admin", "-A", "trust", "--no-sync", "-E", "UTF8"]
         subprocess.run([*command, "--locale=C"], check=True, stdout=subprocess.DEVNULL, cwd=self.folder, **self._user)
-        (self.data / "pg_hba.conf").write_text(_HBA)
+        others = "".join(f"hostssl all all {one}/24 scram-sha-256\n" for one in self.addresses)
+        (self.data / "pg_hba.conf").write_text(_HBA + others)
         self.certificate = self.data / "server.crt"
         self._certify()
         self.start()
@@ -74,13 +77,15 @@ class Cluster:
     def _certify(self) -> None:
         """Make a certificate of HOST, signed by itself."""
         secret = self.data / "server.key"
-        certify(x509.DNSName(HOST), self.certificate, secret)
+        addresses = [x509.IPAddress(ipaddress.ip_address(one)) for one in self.addresses]
+        certify([x509.DNSName(HOST), *addresses], self.certificate, secret)
         if self._user:
             shutil.chown(secret, _SERVER_USER, _SERVER_USER)
 
     def start(self) -> None:
         """Start the server, and wait until it answers."""
-        settings = (f"unix_socket_directories={self.sockets}", f"port={self.port}", "listen_addresses=127.0.0.1")
+        listen = ",".join(("127.0.0.1", *self.addresses))
+        settings = (f"unix_socket_directories={self.sockets}", f"port={self.port}", f"listen_addresses={listen}")
         quick = ("shared_buffers=16MB", "max_connections=60", "ssl=on", "log_statement=all", *self.settings)
         arguments = [word for one in (*settings, *quick) for word in ("-c", one)]
         with (self.folder / "server.log").open("ab") as log:
@@ -158,13 +163,13 @@ class Cluster:
         self.admin(f"SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = '{database}'")
 
 
-def certify(server: x509.GeneralName, certificate: Path, secret: Path, *, ca: bool = True) -> None:
+def certify(names: Sequence[x509.GeneralName], certificate: Path, secret: Path, *, ca: bool = True) -> None:
     """Write a certificate of a server, signed by itself, and its key. ca: it is that of an authority too."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, HOST)])
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
     made = made.serial_number(1).not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-    made = made.add_extension(x509.SubjectAlternativeName([server]), critical=False)
+    made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
     made = made.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
     certificate.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
     secret.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))

@@ -20,11 +20,19 @@ class Pooler:
     """PgBouncer in front of a cluster, at a socket in the cluster's folder. pool_mode is transaction."""
 
     def __init__(
-        self, cluster: Cluster, *, connections: int = 5, clients: int = 200, port: int = 0, roles: tuple[str, ...] = ()
+        self,
+        cluster: Cluster,
+        *,
+        connections: int = 5,
+        clients: int = 200,
+        port: int = 0,
+        roles: tuple[str, ...] = (),
+        address: str = "",
     ) -> None:
         """connections: to the server. clients: connections that it takes. port: 0 is any free one.
 
         roles: those that it takes, each with connections of its own; without them all clients are the role `ssmd`.
+        address: another one that it listens at, with TLS and the server's certificate.
         """
         with socket.socket() as one:
             one.bind(("127.0.0.1", port))
@@ -42,6 +50,9 @@ class Pooler:
             "stats_users": "admin",
             "logfile": cluster.folder / "pgbouncer.log",
         }
+        if address:
+            tls = {"client_tls_sslmode": "require", "client_tls_cert_file": cluster.certificate}
+            settings |= tls | {"listen_addr": address, "client_tls_key_file": cluster.data / "server.key"}
         (cluster.folder / "roles.txt").write_text("".join(f'"{role}" ""\n' for role in roles))
         forced = "" if roles else " user=ssmd"
         lines = ["[databases]", f"* = host={cluster.sockets} port={cluster.port}{forced}", "[pgbouncer]"]

@@ -145,7 +145,7 @@ def test_other_variables_lead_nowhere_else(door: Door, monkeypatch: pytest.Monke
 def test_a_certificate_is_checked(opened_bucket: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the authority in AWS_CA_BUNDLE, whatever another variable allows."""
     certificate, secret = tmp_path / "server.crt", tmp_path / "server.key"
-    certify(x509.IPAddress(ipaddress.ip_address("127.0.0.1")), certificate, secret, ca=False)
+    certify([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))], certificate, secret, ca=False)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, secret)
     door = Door(opened_bucket.port, context)
@@ -169,7 +169,9 @@ def test_a_bucket_belongs_to_one_database(with_bucket: BucketPlace, server: Clus
     mark = with_bucket.bucket.call("GET", key)
     assert json.loads(mark)["format"] == 1
     try:
-        with pytest.raises(RemoteError, match="belongs to another database, or another role of it: name its own") as failed:
+        with pytest.raises(
+            RemoteError, match="belongs to another database, or another role of it: name its own"
+        ) as failed:
             PostgresRemote.open(server.url(other, packs=f"s3://{BUCKET}/{with_bucket.prefix}"), create=True)
         assert failed.value.lasting
         with_bucket.bucket.call("PUT", "letters/one", b"x")
