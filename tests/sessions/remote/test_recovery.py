@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +22,8 @@ from ssmd.sessions.remote.recovery import mark_of, recover
 from ssmd.sessions.remote.remote import MarkGone, Remote, RemoteError, TurnPlace
 from ssmd.sessions.remote.sharing import pull_session
 from ssmd.sessions.store import Store
+
+DOCS = Path(__file__).parents[3] / "docs" / "remote.md"
 
 
 class Backup(Protocol):
@@ -49,7 +53,8 @@ class DatabaseBackup:
 
     def restore(self) -> None:
         self._place.server.cut_off(self._place.database)
-        self._run("pg_restore", "--clean", "--if-exists", "--exit-on-error", str(self._at / "dump"))
+        [words] = re.findall(r"^pg_restore (.*) -d ssmd ", DOCS.read_text("utf-8"), re.MULTILINE)
+        self._run("pg_restore", *words.split(), "--exit-on-error", str(self._at / "dump"))
         self._place.restore_packs(self._at / "packs")
 
     def _run(self, program: str, *words: str) -> None:
@@ -258,3 +263,24 @@ def test_marks_of_a_copied_machine_go_up_alone(stores: tuple[Store, Store], remo
     remote.set_mark(machine, 5)
     assert remote.mark_of(machine) == 7
     assert remote.mark_of("another") == 0
+
+
+def test_a_remote_opens_while_it_is_restored(database: DatabasePlace, tmp_path: Path) -> None:
+    """A daemon that starts meanwhile finds the tables whole, so that it does not refuse to start for good."""
+    database.open(create=True).close()
+    old, over, faults = DatabaseBackup(database, tmp_path / "backup"), threading.Event(), list[str]()
+
+    def open_again() -> None:
+        while not over.is_set():
+            try:
+                database.open().close()
+            except RemoteError as err:
+                faults.extend([str(err)] if err.lasting else [])
+
+    thread = threading.Thread(target=open_again)
+    thread.start()
+    for _ in range(4):
+        old.restore()
+    over.set()
+    thread.join()
+    assert faults == []
