@@ -46,6 +46,7 @@ class Check:
         self._rows = cluster.admin("SELECT session, turn, body FROM ssmd.turn", database)
         [[states]] = cluster.admin("SELECT count(*) FROM ssmd.ending", database)
         self.of.counts.update({"turns in the remote": len(self._rows), "states in the remote": int(states)})
+        self._other: list[tuple[Turn, str]] = []  # what the control answered otherwise
         self._alike = defaultdict[str, set[str]](set)  # by machine: questions whose tokens it fed as the control did
 
     def turns(self) -> Iterator[Turn]:
@@ -142,11 +143,21 @@ class Check:
                 self._fail(one, f"resumed at {one.cached} as the control did, its log probabilities differ")
         elif not alike and _is_tie(one.tokens, tokens):
             self.of.counts["near ties"] += 1
+        elif not alike:
+            self._other.append((one, text))
         else:
             self._fail(one, f"the control says {text!r}")
 
     def states(self) -> None:
-        """Compare the states that are stored with the control's of the same tokens. The control has ended."""
+        """Compare the states that are stored with the control's of the same tokens. The control has ended.
+
+        Another answer is right if other ids were fed: a daemon that had not got a turn read its text, in other tokens.
+        """
+        for one, text in self._other:
+            if _prompts(self.of.folder / one.name, one) & _prompts(self.of.folder / "control", one):
+                self._fail(one, f"the control says {text!r} to the same ids")
+            else:
+                self.of.counts["of other tokens of the same text"] += 1
         control = _states_of(self.of.folder / "control")
         for name in self.of.names:
             for key, (digest, turns) in _states_of(self.of.folder / name).items():
@@ -168,6 +179,18 @@ def _is_tie(ours: list[Any], theirs: list[Any]) -> bool:
             likely = {each["token"]: float(each["logprob"]) for each in a["top_logprobs"]}
             return abs(float(a["logprob"]) - likely.get(b["token"], -1e9)) < TIE
     return False
+
+
+def _prompts(folder: Path, asked: Turn) -> set[bytes]:
+    """Return the ids of the prompts that end with a question, as a store has them."""
+    found, store = set[bytes](), Store.open(folder)
+    with contextlib.closing(store):
+        names = [(session, name) for session, name, _ in _turns_of(folder)[asked.question]]
+        for one in (one for session, name in names for one in store.turns(session) if one.id == name):
+            with store.snapshot() as stored:
+                line, _ = stored.reach(one.ids, one.stem, 0)
+            found.add(line.own[: one.prompt_tokens].tobytes())
+    return found
 
 
 def _turns_of(folder: Path) -> dict[str, list[Row]]:

@@ -125,9 +125,9 @@ def _late_commands(seconds: int) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    vars(module)["_ONE_AT_A_TIME"] = vars(commands)[
-        "_ONE_AT_A_TIME"
-    ]  # else one would end the other's adoption of its process
+    module.__dict__["_ONE_AT_A_TIME"] = (
+        commands._ONE_AT_A_TIME
+    )  # else one would end the other's adoption of its process
     kept = dict(os.environ)
     os.environ.update(_clock(seconds))
     try:

@@ -55,7 +55,14 @@ ROWS = (
     "remote late or away, by a log",
     *("requests", "died", "refused", "retried", "first answers again", "second branches", "of these unexplained"),
     *("turns told", "told `sent`", "told `waiting`", "went on at another daemon", "found", "lost", "twice"),
-    *("answers as the control's", "to the last bit", "of another cut", "near ties", "states compared"),
+    *(
+        "answers as the control's",
+        "to the last bit",
+        "of another cut",
+        "near ties",
+        "of other tokens of the same text",
+        "states compared",
+    ),
     *("states to the last bit", "states of another cut", "turns in the remote", "states in the remote"),
     "sessions a new machine took",
 )
