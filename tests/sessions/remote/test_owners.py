@@ -317,7 +317,7 @@ def test_tombstones_and_quotas_of_another_role_do_not_count(
 def test_answers_and_leases_of_another_role_do_not_count(
     ann: PostgresRemote, free: PostgresRemote, place: DatabasePlace
 ) -> None:
-    keys = [bytes(31) + bytes([n]) for n in range(4)]
+    keys = [bytes(31) + bytes([n]) for n in range(1, 5)]
     for key in keys[:2]:
         for remote, name in ((ann, "ann"), (free, "free")):
             remote.replies.claim(key, bytes(32), name, lease_s=60, lasts_s=60)
