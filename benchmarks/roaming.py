@@ -311,7 +311,7 @@ def rates(artifact: Path, lengths: Sequence[int], samples: int) -> list[str]:
                 network.shape(machine, link)
             for length in lengths:
                 took: dict[str, list[float]] = {"b": [], "c": []}
-                sizes, prompts = set[int](), set[int]()
+                prompts, before = set[int](), set((folder / "packs").glob("packs/*/*"))
                 for n in range(-1, samples):
                     talk = _long(name, length, f"{link} {length} {n}", daemons["a"], cluster, database)
                     for machine in random.Random(n).sample(("b", "c"), 2):
@@ -321,11 +321,11 @@ def rates(artifact: Path, lengths: Sequence[int], samples: int) -> list[str]:
                         if n >= 0:
                             took[machine].append(ttft)
                             prompts.add(told.prompt)
-                    sizes |= {p.stat().st_size for p in (folder / "packs").glob("packs/*/*")}
+                sizes = [p.stat().st_size for p in (folder / "packs").glob("packs/*/*") if p not in before]
                 fetching, reading = (statistics.median(took[m]) for m in ("b", "c"))
                 cells = (
                     f"{statistics.median(prompts):,.0f}",
-                    f"{max(sizes) / 1e6:.1f} MB",
+                    f"{statistics.median(sizes) / 1e6:.1f} MB",
                     f"{link / 1e6:,.0f} Mbit/s",
                 )
                 print(f"| {' | '.join(cells)} | {fetching:.2f} | {reading:.2f} |", flush=True)
