@@ -274,6 +274,8 @@ class FolderRemote(MountedFolder):
             for kind in ("sessions", "ends"):
                 sessions = [one for part in self._folders(self.root / kind) for one in self._folders(part)]
                 for path, about in [one for session in sessions for one in self._about(session) if _is_id(one[0].name)]:
+                    if not stat.S_ISREG(about.st_mode):
+                        continue
                     with contextlib.suppress(FileNotFoundError, InvalidTurn):
                         head, _ = _parted(read_file(path, _MAX_HEAD), TurnPlace(path.parent.name, path.name))
                         if head.get("machine") == machine:

@@ -142,6 +142,24 @@ def test_a_link_says_once_that_turns_wait(
     link.close()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs links")
+def test_an_odd_file_does_not_keep_turns_back(store: Store, tmp_path: Path) -> None:
+    """What another machine's user puts among the turns counts for nobody."""
+    place = FolderPlace(tmp_path / "remote")
+    remote = place.open(create=True)
+    remote.publish([turn("t1", "ses_9"), turn("t2", "ses_9")])
+    for name, kind in (("t1", "link"), ("t2", "folder")):
+        [file] = place.root.glob(f"sessions/*/*/{name}")
+        file.unlink()
+        if kind == "link":
+            file.symlink_to("/dev/null")
+        else:
+            file.mkdir()
+    limit(place, 10**6)
+    Chat(store, "ses_1").say("t3", None, "Tell me of a river.", "It flows.")
+    assert send(store, remote) == 1
+
+
 def test_states_leave_room_for_text(store: Store, remote: Remote, place: Place) -> None:
     """There would be room for the state itself, but not for much text after it."""
     assert remote.packs is not None
