@@ -533,7 +533,8 @@ class Link:
         reached, until = not isinstance(err, RemoteError), time.monotonic() + OFFLINE_S
         answers = isinstance(err, RemoteError) and err.refused
         with self._lock:
-            known, self._problem = bool(self._problem), self._problem if reached else err.reason
+            before, self._problem = self._problem, self._problem if reached else err.reason
+            known = bool(before) and before == self._problem
             self._unsent_until = until
             if not answers:
                 self._offline_until = until

@@ -142,6 +142,24 @@ def test_a_link_says_once_that_turns_wait(
     link.close()
 
 
+def test_a_link_says_each_reason_for_waiting(
+    store: Store, remote: Remote, place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The remote is away first, and then the quota is reached: a user has to do something else about it."""
+    monkeypatch.setattr(link_module, "OFFLINE_S", 0.05)
+    limit(place, 10)
+    Chat(store, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
+    link = Link(store, lambda: place.open())
+    link.failed(RemoteError("it cannot be reached"))
+    link.start()
+    until(lambda: link.problem == "over_quota")
+    link.close()
+    said = [one.message for one in caplog.records if "what was said waits here" in one.message]
+    assert len(said) == 2
+    assert "it cannot be reached" in said[0]
+    assert "this machine has" in said[1]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="needs links")
 def test_an_odd_file_does_not_keep_turns_back(store: Store, tmp_path: Path) -> None:
     """What another machine's user puts among the turns counts for nobody."""
