@@ -606,7 +606,12 @@ class Link:
                     purge(self._store, remote)
                     looked = time.monotonic()
                 record = partial(self.claims.record, remote)
-                send(self._store, remote, self._is_over, self._resting.note, self._went, record, self._allowance)
+                try:
+                    send(self._store, remote, self._is_over, self._resting.note, self._went, record, self._allowance)
+                except RemoteError as err:
+                    if err.refused:  # what this machine uses stays, though nothing goes
+                        self._note_fetched(remote)
+                    raise
                 self._well()
                 self._note_fetched(remote)
                 self._send_ends(remote)

@@ -13,6 +13,7 @@ import pytest
 from conftest import TinyArtifacts
 from keeping import SPECS, Chat, new_store
 from remotes import DatabasePlace, FolderPlace, Place, turn
+from sessions.remote.test_retention import DAY_S, age
 from sessions.remote.test_roaming import Machine, Messages, until
 
 from ssmd.sessions.remote import allowance as allowance_module
@@ -22,6 +23,7 @@ from ssmd.sessions.remote.ends import send_end
 from ssmd.sessions.remote.link import Link, send
 from ssmd.sessions.remote.recovery import mark_of
 from ssmd.sessions.remote.remote import Quota, Remote, RemoteError, TurnPlace
+from ssmd.sessions.remote.retention import Retention
 from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.store import Store
 
@@ -158,6 +160,25 @@ def test_a_link_says_each_reason_for_waiting(
     assert len(said) == 2
     assert "it cannot be reached" in said[0]
     assert "this machine has" in said[1]
+
+
+def test_a_use_is_noted_while_turns_wait(
+    store: Store, remote: Remote, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else retention would take the states that a machine without room uses most."""
+    assert remote.packs is not None
+    one = turn("o1", "ses_9")
+    remote.publish([one])
+    remote.publish_end(one.place, remote.packs.put([b"a state"]), b"row", [])
+    age(place, "ses_9", 30)
+    limit(place, 10)
+    Chat(store, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
+    link = Link(store, lambda: place.open())
+    link._fetched.add(one.place)
+    link.start()
+    until(lambda: link.problem == "over_quota")
+    assert remote.retain(Retention(idle_s=DAY_S), dry_run=True).states == 0
+    link.close()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs links")
