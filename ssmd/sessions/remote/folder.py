@@ -195,6 +195,13 @@ class FolderRemote(MountedFolder):
         head |= {"machine": machine} if machine else {}
         self._write(folder, place.turn, json.dumps(head).encode() + b"\n" + turn.body)
 
+    def discard(self, place: TurnPlace) -> None:
+        """Remove a turn that cannot be believed, so that it can be published again."""
+        with self._errors():
+            folder = self._session(place.session)
+            if self._is_folder(folder):
+                self._remove(folder, place)
+
     def bury(self, session: str, turn: str | None) -> None:
         """Remove a turn, or with None a whole session, for good."""
         with self._errors():

@@ -185,6 +185,9 @@ class Remote(Protocol):
         Raises MarkGone, and keeps nothing, if the remote's is lower.
         """
 
+    def discard(self, place: TurnPlace) -> None:
+        """Remove a turn that cannot be believed, so that it can be published again."""
+
     def bury(self, session: str, turn: str | None) -> None:
         """Remove a turn, or with None a whole session, for good."""
 

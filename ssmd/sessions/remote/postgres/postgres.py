@@ -93,6 +93,7 @@ _PACK_OF = _sql("SELECT pack FROM ssmd.ending AS u WHERE {own} AND session = :se
 _REPLACE = _sql("""
     DELETE FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = ANY(CAST(:turns AS text[]))
     RETURNING pack""")
+_DISCARD = _sql("DELETE FROM ssmd.turn AS u WHERE {own} AND session = :session AND turn = :turn")
 _BURY = text("INSERT INTO ssmd.tombstone (name) VALUES (:name) ON CONFLICT DO NOTHING")
 _DROP_TURNS = _sql("DELETE FROM ssmd.turn AS u WHERE {own} AND session = ANY(CAST(:sessions AS text[])) AND {gone}")
 _DROP_ENDS = _sql(
@@ -243,6 +244,10 @@ class PostgresRemote:
         mark = self._server.write(keep)
         self._drop_if_buried([one.place for one in turns])  # meanwhile, by a machine that did not see these
         return mark
+
+    def discard(self, place: TurnPlace) -> None:
+        """Remove a turn that cannot be believed, so that it can be published again."""
+        self._server.write(lambda connection: connection.execute(_DISCARD, _values(place)))
 
     def bury(self, session: str, turn: str | None) -> None:
         """Remove a turn, or with None a whole session, for good."""
