@@ -32,6 +32,7 @@ from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.packs import FORMAT, MAX_NAMES, PACK, PART, FolderPacks, MountedFolder, digest_of, read_file
 from ssmd.sessions.remote.remote import (
     MAX_BODY_BYTES,
+    MAX_COUNT,
     MAX_ROW_BYTES,
     InvalidTurn,
     MarkGone,
@@ -79,9 +80,10 @@ class FolderRemote(MountedFolder):
         with self._errors():
             try:
                 folder = self.root / "machines"
-                return int(read_file(folder / machine, _MAX_HEAD)) if self._is_folder(folder) else 0
+                found = int(read_file(folder / machine, _MAX_HEAD)) if self._is_folder(folder) else 0
             except (FileNotFoundError, ValueError):
                 return 0
+        return found if 0 <= found <= MAX_COUNT else 0
 
     def set_mark(self, machine: str, mark: int) -> None:
         """Keep a machine's mark, unless a higher one is kept."""

@@ -24,6 +24,7 @@ from ssmd.sessions.remote.postgres.replies import DatabaseReplies
 from ssmd.sessions.remote.postgres.server import Server
 from ssmd.sessions.remote.remote import (
     MAX_BODY_BYTES,
+    MAX_COUNT,
     MAX_ROW_BYTES,
     Blobs,
     InvalidTurn,
@@ -48,6 +49,7 @@ _PARTS = {
     "{own}": "u.role = CURRENT_USER",
     "{gone}": "EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = u.role AND t.name IN (u.session, u.turn))",
     "{stands}": "NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = u.role AND t.name = u.session)",
+    "{count}": f"CASE WHEN u.mark BETWEEN 0 AND {MAX_COUNT} THEN u.mark ELSE 0 END",
     "{body}": "format, digest, CASE WHEN octet_length(body) <= :most THEN body END AS body",
     "{no_tombstone}": "NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = CURRENT_USER"
     " AND t.name IN (:session, :turn))",
@@ -129,13 +131,13 @@ _SIZE = _sql("""
     (SELECT coalesce(sum(octet_length(body)), 0) FROM ssmd.turn AS u WHERE {own}),
     (SELECT count(*) FROM ssmd.ending AS u WHERE {own}), (SELECT count(*) FROM ssmd.tombstone AS u WHERE {own}),
     (SELECT count(*) FROM ssmd.machine AS u WHERE {own})""")
-_MARK_OF = _sql("SELECT mark FROM ssmd.machine AS u WHERE {own} AND name = :machine")
-_SET_MARK = text("""
-    INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, :mark)
-    ON CONFLICT (role, name) DO UPDATE SET mark = greatest(old.mark, excluded.mark), at = now()""")
-_RAISE_MARK = text("""
-    INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, 1)
-    ON CONFLICT (role, name) DO UPDATE SET mark = old.mark + 1, at = now() RETURNING mark""")
+_MARK_OF = _sql("SELECT {count} FROM ssmd.machine AS u WHERE {own} AND name = :machine")
+_SET_MARK = _sql("""
+    INSERT INTO ssmd.machine AS u (name, mark) VALUES (:machine, :mark)
+    ON CONFLICT (role, name) DO UPDATE SET mark = greatest({count}, excluded.mark), at = now()""")
+_RAISE_MARK = _sql("""
+    INSERT INTO ssmd.machine AS u (name, mark) VALUES (:machine, 1)
+    ON CONFLICT (role, name) DO UPDATE SET mark = {count} + 1, at = now() RETURNING mark""")
 # A quota of no machine is one of each machine of the role that has none of its own.
 _QUOTA = _sql("""
     SELECT u.nbytes,
