@@ -183,7 +183,7 @@ def test_a_use_is_noted_while_turns_wait(
 
 @pytest.mark.skipif(os.name != "posix", reason="needs links")
 def test_an_odd_file_does_not_keep_turns_back(store: Store, tmp_path: Path) -> None:
-    """What another machine's user puts among the turns counts for nobody."""
+    """A link or a folder among the turns counts for no machine."""
     place = FolderPlace(tmp_path / "remote")
     remote = place.open(create=True)
     remote.publish([turn("t1", "ses_9"), turn("t2", "ses_9")])
