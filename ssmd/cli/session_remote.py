@@ -49,7 +49,7 @@ def push(
     First it says how many turns and bytes go. Every user with access to the remote can read them.
     """
     from ssmd.sessions.remote.link import send
-    from ssmd.sessions.remote.sharing import share, shareable
+    from ssmd.sessions.remote.sharing import discard_altered, share, shareable
 
     if bool(session_ids) == everything:
         fail("name sessions, or all of them with --all", USAGE)
@@ -63,6 +63,7 @@ def push(
         if not dry_run:
             for one in found:
                 share(store, one.session)
+                discard_altered(store, there, one.session)
                 send(store, there)
     if as_json:
         typer.echo(json.dumps({"sessions": len(found), "turns": turns, "bytes": nbytes, "sent": not dry_run}))

@@ -29,6 +29,7 @@ RENEW_S = 6.0  # s between signs
 MAX_CLAIMS = 10_000  # claims that are held at once: more requests are answered without one
 CLAIM_S = 1.0  # s that a request with a key waits for the remote to give it
 READ_S = 5.0  # s that it then waits for the turns of another machine's answer
+_KEPT_BACK = ("over_quota", "key_refused")  # turns wait for a user, for days perhaps: other machines answer meanwhile
 _T = TypeVar("_T")
 
 
@@ -40,6 +41,10 @@ class Claiming(Protocol):
 
     def failed(self, err: StoreError) -> None:
         """Note that the remote failed."""
+
+    @property
+    def problem(self) -> str:
+        """Return why turns wait, or ""."""
 
 
 @dataclass(eq=False)
@@ -211,7 +216,7 @@ class Claims:
         if one.ended and one.lost:
             self._drop(one)
             self._forget(one)
-        elif one.ended and (not one.stored or self._stays(one)):
+        elif one.ended and (not one.stored or self._stays(one) or self._link.problem in _KEPT_BACK):
             self._forget(one)
             self._link.ask(CLAIM_S, lambda at: _of(at).release(one.claim))
         elif not one.lost and self._link.ask(CLAIM_S, lambda at: _of(at).renew(one.claim, LEASE_S)) is False:

@@ -32,6 +32,7 @@ from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.packs import FORMAT, MAX_NAMES, PACK, PART, FolderPacks, MountedFolder, digest_of, read_file
 from ssmd.sessions.remote.remote import (
     MAX_BODY_BYTES,
+    MAX_COUNT,
     MAX_ROW_BYTES,
     InvalidTurn,
     MarkGone,
@@ -79,9 +80,10 @@ class FolderRemote(MountedFolder):
         with self._errors():
             try:
                 folder = self.root / "machines"
-                return int(read_file(folder / machine, _MAX_HEAD)) if self._is_folder(folder) else 0
+                found = int(read_file(folder / machine, _MAX_HEAD)) if self._is_folder(folder) else 0
             except (FileNotFoundError, ValueError):
                 return 0
+        return found if 0 <= found <= MAX_COUNT else 0
 
     def set_mark(self, machine: str, mark: int) -> None:
         """Keep a machine's mark, unless a higher one is kept."""
@@ -195,6 +197,13 @@ class FolderRemote(MountedFolder):
         head |= {"machine": machine} if machine else {}
         self._write(folder, place.turn, json.dumps(head).encode() + b"\n" + turn.body)
 
+    def discard(self, place: TurnPlace) -> None:
+        """Remove a turn that cannot be believed, so that it can be published again."""
+        with self._errors():
+            folder = self._session(place.session)
+            if self._is_folder(folder):
+                self._remove(folder, place)
+
     def bury(self, session: str, turn: str | None) -> None:
         """Remove a turn, or with None a whole session, for good."""
         with self._errors():
@@ -274,6 +283,8 @@ class FolderRemote(MountedFolder):
             for kind in ("sessions", "ends"):
                 sessions = [one for part in self._folders(self.root / kind) for one in self._folders(part)]
                 for path, about in [one for session in sessions for one in self._about(session) if _is_id(one[0].name)]:
+                    if not stat.S_ISREG(about.st_mode):
+                        continue
                     with contextlib.suppress(FileNotFoundError, InvalidTurn):
                         head, _ = _parted(read_file(path, _MAX_HEAD), TurnPlace(path.parent.name, path.name))
                         if head.get("machine") == machine:

@@ -533,7 +533,8 @@ class Link:
         reached, until = not isinstance(err, RemoteError), time.monotonic() + OFFLINE_S
         answers = isinstance(err, RemoteError) and err.refused
         with self._lock:
-            known, self._problem = bool(self._problem), self._problem if reached else err.reason
+            before, self._problem = self._problem, self._problem if reached else err.reason
+            known = bool(before) and before == self._problem
             self._unsent_until = until
             if not answers:
                 self._offline_until = until
@@ -605,7 +606,12 @@ class Link:
                     purge(self._store, remote)
                     looked = time.monotonic()
                 record = partial(self.claims.record, remote)
-                send(self._store, remote, self._is_over, self._resting.note, self._went, record, self._allowance)
+                try:
+                    send(self._store, remote, self._is_over, self._resting.note, self._went, record, self._allowance)
+                except RemoteError as err:
+                    if err.refused:  # what this machine uses stays, though nothing goes
+                        self._note_fetched(remote)
+                    raise
                 self._well()
                 self._note_fetched(remote)
                 self._send_ends(remote)

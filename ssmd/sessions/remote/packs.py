@@ -238,15 +238,22 @@ class FolderPacks:
             os.close(os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOLINK, 0o600))
             now = clock.lstat().st_mtime
             clock.unlink()
+
+            def old(about: os.stat_result) -> bool:
+                return now - about.st_mtime > SWEPT_S
+
             found = [one for part in at._folders(packs) for one in at._about(part)]  # before the rows are read
             rows = named()
             for path, about in found:
-                name = path.name
-                ours = PACK.fullmatch(name) or name.startswith(PART)
-                if ours and name not in rows and now - about.st_mtime > SWEPT_S:
-                    count, nbytes = count + 1, nbytes + about.st_size
-                    if not dry_run:
-                        path.unlink(missing_ok=True)
+                ours = PACK.fullmatch(path.name) or path.name.startswith(PART)
+                if not ours or path.name in rows or not old(about):
+                    continue
+                if not dry_run:
+                    with contextlib.suppress(FileNotFoundError):
+                        if not old(path.lstat()):  # another machine put it again meanwhile
+                            continue
+                        path.unlink()
+                count, nbytes = count + 1, nbytes + about.st_size
         return count, nbytes
 
     def _folder(self, name: str) -> Path:

@@ -13,6 +13,7 @@ from ssmd.sessions.turn import StoreError
 
 MAX_BODY_BYTES = 64 << 20  # bytes of a turn
 MAX_ROW_BYTES = 64 << 10  # bytes of a state's row
+MAX_COUNT = 10**12  # sendings that a mark counts: a number beyond it, or below 0, is none, and another user wrote it
 RemoteState = Literal["sent", "waiting", "off"]  # of a stored turn; off: it stays here
 
 
@@ -184,6 +185,9 @@ class Remote(Protocol):
         last: the machine's last mark, which is raised by one together with that. Returns the new one; 0 without `last`.
         Raises MarkGone, and keeps nothing, if the remote's is lower.
         """
+
+    def discard(self, place: TurnPlace) -> None:
+        """Remove a turn that cannot be believed, so that it can be published again."""
 
     def bury(self, session: str, turn: str | None) -> None:
         """Remove a turn, or with None a whole session, for good."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from sqlalchemy import func, select
 
 from ssmd.sessions.remote.arrivals import fetch_path, receive
+from ssmd.sessions.remote.body import read_body
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.postgres.address import is_address
-from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, TurnPlace
+from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, TurnPlace, UnknownVersion
 from ssmd.sessions.rows import outbox, tree
 from ssmd.sessions.rows.schema import turn
 from ssmd.sessions.rows.warm import WARM
@@ -80,6 +81,28 @@ def share(store: Store, session: str) -> int:
     with store.writing() as connection:
         store.session_in(connection, session)
         return outbox.add_all(connection, session)
+
+
+def discard_altered(store: Store, remote: Remote, session: str) -> int:
+    """Remove the turns of a session from the remote that are altered there, and stored here. Returns how many.
+
+    `publish` knows a damaged turn by its digest; a user of the remote can alter both, and then the signature is wrong.
+    Raises RemoteError, StoreError.
+    """
+    here = {one.id for one in store.turns(session)}
+    altered = list[TurnPlace]()
+    for name in here.intersection(remote.turns(session)):
+        place = TurnPlace(session, name)
+        try:
+            if (raw := remote.fetch(place)) is not None:
+                read_body(raw, place)
+        except UnknownVersion:
+            continue
+        except InvalidTurn:
+            altered.append(place)
+    for place in altered:
+        remote.discard(place)
+    return len(altered)
 
 
 def keep_local(store: Store, session: str) -> None:

@@ -161,3 +161,17 @@ def test_a_disk_that_takes_nothing_is_named(
     assert names(remote.root) == {MARK}
     remote.publish([turn("t1")])
     assert remote.fetch(TurnPlace("ses_1", "t1")) == turn("t1").body
+
+
+def test_a_sweep_spares_what_is_put_again(remote: FolderRemote) -> None:
+    """Another machine sends the same pack between the list and the removal, and its row comes next."""
+    name, other = remote.packs.put([b"a state"]), remote.packs.put([b"another"])
+    for one in (name, other):
+        os.utime(remote.root / "packs" / one[:2] / one, (1.0, 1.0))
+
+    def rows() -> list[str | None]:
+        remote.packs.put([b"a state"])
+        return []
+
+    assert remote.packs.sweep(rows) == (1, 7)
+    assert (remote.packs.there(name), remote.packs.there(other)) == (True, False)

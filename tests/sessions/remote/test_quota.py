@@ -13,6 +13,7 @@ import pytest
 from conftest import TinyArtifacts
 from keeping import SPECS, Chat, new_store
 from remotes import DatabasePlace, FolderPlace, Place, turn
+from sessions.remote.test_retention import DAY_S, age
 from sessions.remote.test_roaming import Machine, Messages, until
 
 from ssmd.sessions.remote import allowance as allowance_module
@@ -22,6 +23,7 @@ from ssmd.sessions.remote.ends import send_end
 from ssmd.sessions.remote.link import Link, send
 from ssmd.sessions.remote.recovery import mark_of
 from ssmd.sessions.remote.remote import Quota, Remote, RemoteError, TurnPlace
+from ssmd.sessions.remote.retention import Retention
 from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.store import Store
 
@@ -140,6 +142,61 @@ def test_a_link_says_once_that_turns_wait(
     until(lambda: link.problem == "" and link.waiting == 0)
     assert remote.turns("ses_1") == ["t1"]
     link.close()
+
+
+def test_a_link_says_each_reason_for_waiting(
+    store: Store, remote: Remote, place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The remote is away first, and then the quota is reached: a user has to do something else about it."""
+    monkeypatch.setattr(link_module, "OFFLINE_S", 0.05)
+    limit(place, 10)
+    Chat(store, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
+    link = Link(store, lambda: place.open())
+    link.failed(RemoteError("it cannot be reached"))
+    link.start()
+    until(lambda: link.problem == "over_quota")
+    link.close()
+    said = [one.message for one in caplog.records if "what was said waits here" in one.message]
+    assert len(said) == 2
+    assert "it cannot be reached" in said[0]
+    assert "this machine has" in said[1]
+
+
+def test_a_use_is_noted_while_turns_wait(
+    store: Store, remote: Remote, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else retention would take the states that a machine without room uses most."""
+    assert remote.packs is not None
+    one = turn("o1", "ses_9")
+    remote.publish([one])
+    remote.publish_end(one.place, remote.packs.put([b"a state"]), b"row", [])
+    age(place, "ses_9", 30)
+    limit(place, 10)
+    Chat(store, "ses_1").say("t1", None, "Tell me of a river.", "It flows.")
+    link = Link(store, lambda: place.open())
+    link._fetched.add(one.place)
+    link.start()
+    until(lambda: link.problem == "over_quota")
+    assert remote.retain(Retention(idle_s=DAY_S), dry_run=True).states == 0
+    link.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs links")
+def test_an_odd_file_does_not_keep_turns_back(store: Store, tmp_path: Path) -> None:
+    """A link or a folder among the turns counts for no machine."""
+    place = FolderPlace(tmp_path / "remote")
+    remote = place.open(create=True)
+    remote.publish([turn("t1", "ses_9"), turn("t2", "ses_9")])
+    for name, kind in (("t1", "link"), ("t2", "folder")):
+        [file] = place.root.glob(f"sessions/*/*/{name}")
+        file.unlink()
+        if kind == "link":
+            file.symlink_to("/dev/null")
+        else:
+            file.mkdir()
+    limit(place, 10**6)
+    Chat(store, "ses_1").say("t3", None, "Tell me of a river.", "It flows.")
+    assert send(store, remote) == 1
 
 
 def test_states_leave_room_for_text(store: Store, remote: Remote, place: Place) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,7 @@ from ssmd.sessions.remote.link import Link, purge, send
 from ssmd.sessions.remote.recovery import mark_of, recover
 from ssmd.sessions.remote.remote import MarkGone, Remote, RemoteError, TurnPlace
 from ssmd.sessions.remote.sharing import pull_session
+from ssmd.sessions.rows import outbox
 from ssmd.sessions.store import Store
 
 DOCS = Path(__file__).parents[3] / "docs" / "remote.md"
@@ -263,6 +265,33 @@ def test_marks_of_a_copied_machine_go_up_alone(stores: tuple[Store, Store], remo
     remote.set_mark(machine, 5)
     assert remote.mark_of(machine) == 7
     assert remote.mark_of("another") == 0
+
+
+@pytest.mark.parametrize("sent", [0, 1], ids=["the first turn", "a later turn"])
+@pytest.mark.parametrize("written", [-1, -(2**63), 2**63 - 1])
+def test_a_mark_that_is_no_count_is_replaced(
+    written: int, sent: int, stores: tuple[Store, Store], remote: Remote, place: Place
+) -> None:
+    """Another user of the remote can write any number. Turns go all the same, and sending ends."""
+    store, machine = stores[0], mark_of(stores[0], remote).machine
+    for n in range(sent):
+        Chat(store, f"ses_{n}").say(f"o{n}", None, "Tell me of a lake.", "It is still.")
+        send(store, remote)
+    if isinstance(place, FolderPlace):
+        (place.root / "machines").mkdir(exist_ok=True, mode=0o700)
+        (place.root / "machines" / machine).write_text(f"{written}\n")
+    else:
+        assert isinstance(place, DatabasePlace)
+        row = f"('ssmd', '{machine}', {written})"
+        change = "ON CONFLICT (role, name) DO UPDATE SET mark = excluded.mark"
+        place.sql(f"INSERT INTO ssmd.machine VALUES {row} {change}")
+    Chat(store, "ses_9").say("t1", None, "Tell me of a river.", "It flows.")
+    ends = time.monotonic() + 5
+    send(store, remote, lambda: time.monotonic() > ends)
+    assert remote.turns("ses_9") == ["t1"]
+    with store.reading() as connection:
+        assert outbox.waiting(connection) == 0
+    assert remote.mark_of(machine) == mark_of(store, remote).confirmed > 0
 
 
 def test_a_remote_opens_while_it_is_restored(database: DatabasePlace, tmp_path: Path) -> None:

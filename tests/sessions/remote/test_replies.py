@@ -193,6 +193,19 @@ def test_a_request_with_a_key_is_answered_offline(artifact: Path, tmp_path: Path
         database.come_back()
 
 
+def test_a_retry_does_not_wait_for_a_full_machine(artifact: Path, tmp_path: Path, database: DatabasePlace) -> None:
+    """Its turn waits for room, perhaps for days. Each machine gives its own answer then."""
+    with pair(tmp_path, artifact, database) as (a, b):
+        database.sql("INSERT INTO ssmd.quota VALUES ('ssmd', '', 1)")
+        own = ask(a, "one", model=a.name)
+        assert own[2]["usage"]["ssmd"]["remote"] == "waiting"
+        other = Caller(b, "one", model=a.name)
+        other.join(20)
+        assert other.answer is not None
+        assert text_of(other.answer) != text_of(own)
+        assert text_of(ask(a, "one", model=a.name)) == text_of(own)
+
+
 def test_an_attempt_that_fails_frees_its_key(artifact: Path, tmp_path: Path, database: DatabasePlace) -> None:
     with pair(tmp_path, artifact, database, SLOW) as (a, b):
         with contextlib.closing(begin(a, "one", model=a.name)):

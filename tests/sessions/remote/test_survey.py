@@ -17,9 +17,10 @@ from buckets import BucketServer
 from keeping import SPECS, Chat, new_store
 from remotes import BucketPlace, DatabasePlace, FolderPlace, Place
 
+from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.remote.ends import send_end
 from ssmd.sessions.remote.link import send
-from ssmd.sessions.remote.remote import Remote, RemoteError, TurnPlace
+from ssmd.sessions.remote.remote import Remote, RemoteError, RemoteTurn, TurnPlace
 from ssmd.sessions.remote.survey import check, copy
 from ssmd.sessions.store import Store
 
@@ -71,6 +72,24 @@ def test_damages_are_found_and_named(store: Store, remote: Remote, place: Place)
     place.make_newer(TurnPlace("ses_2", "o1"))
     found = check(remote)
     assert (found.newer, found.sound) == (1, False)
+
+
+def test_a_push_writes_what_was_altered_again(store: Store, remote: Remote, place: Place) -> None:
+    """As `check` advises: also a turn whose digest was altered with it, so that its signature alone is wrong."""
+    said = {name: remote.fetch(TurnPlace("ses_1", name)) for name in ("t1", "t2")}
+    forged = (said["t2"] or b"").replace(b"To the sea.", b"To a pond..")
+    remote.discard(PLACE)
+    remote.publish([RemoteTurn(PLACE, "", bytes(32), forged)])
+    place.alter(TurnPlace("ses_1", "t1"), "body")
+    assert sorted(kinds(remote)) == [("turn_damaged", "t1"), ("turn_damaged", "t2")]
+    environment = {**os.environ, "SSMD_DATA_DIR": str(store.file.parent)}
+    done = commands.ssmd("session", "push", "ses_1", "--remote", place.setting, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert kinds(remote) == []
+    assert {name: remote.fetch(TurnPlace("ses_1", name)) for name in said} == said
+    assert remote.buried() == set()
+    [turn] = [one for one in store.turns("ses_1") if one.id == "t2"]
+    assert remote.known([turn.chain.said], EVERYBODY) == [PLACE]
 
 
 def test_a_pack_without_a_state_does_no_harm(store: Store, remote: Remote) -> None:

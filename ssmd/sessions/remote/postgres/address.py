@@ -101,7 +101,7 @@ def read_address(url: str) -> Address:
 
 def _read_packs(value: str | None, keyfile: str | None) -> Path | BucketAddress | None:
     """Read the place for bytes. Raises RemoteError, without what may have a key."""
-    if value is not None and value.lower().startswith(("s3:", "s3a:", "http:", "https:")):
+    if value is not None and ":" in value and not Path(value).is_absolute():  # of whatever kind, it may have a key
         match = _BUCKET.fullmatch(value)
         prefix = match[2].strip("/") if match else ""
         if match is None or any(not part.strip(".") for part in prefix.split("/") if prefix):

@@ -24,6 +24,7 @@ from ssmd.sessions.remote.postgres.replies import DatabaseReplies
 from ssmd.sessions.remote.postgres.server import Server
 from ssmd.sessions.remote.remote import (
     MAX_BODY_BYTES,
+    MAX_COUNT,
     MAX_ROW_BYTES,
     Blobs,
     InvalidTurn,
@@ -48,6 +49,7 @@ _PARTS = {
     "{own}": "u.role = CURRENT_USER",
     "{gone}": "EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = u.role AND t.name IN (u.session, u.turn))",
     "{stands}": "NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = u.role AND t.name = u.session)",
+    "{count}": f"CASE WHEN u.mark BETWEEN 0 AND {MAX_COUNT} THEN u.mark ELSE 0 END",
     "{body}": "format, digest, CASE WHEN octet_length(body) <= :most THEN body END AS body",
     "{no_tombstone}": "NOT EXISTS (SELECT FROM ssmd.tombstone AS t WHERE t.role = CURRENT_USER"
     " AND t.name IN (:session, :turn))",
@@ -93,6 +95,7 @@ _PACK_OF = _sql("SELECT pack FROM ssmd.ending AS u WHERE {own} AND session = :se
 _REPLACE = _sql("""
     DELETE FROM ssmd.ending AS u WHERE {own} AND session = :session AND turn = ANY(CAST(:turns AS text[]))
     RETURNING pack""")
+_DISCARD = _sql("DELETE FROM ssmd.turn AS u WHERE {own} AND session = :session AND turn = :turn")
 _BURY = text("INSERT INTO ssmd.tombstone (name) VALUES (:name) ON CONFLICT DO NOTHING")
 _DROP_TURNS = _sql("DELETE FROM ssmd.turn AS u WHERE {own} AND session = ANY(CAST(:sessions AS text[])) AND {gone}")
 _DROP_ENDS = _sql(
@@ -128,13 +131,13 @@ _SIZE = _sql("""
     (SELECT coalesce(sum(octet_length(body)), 0) FROM ssmd.turn AS u WHERE {own}),
     (SELECT count(*) FROM ssmd.ending AS u WHERE {own}), (SELECT count(*) FROM ssmd.tombstone AS u WHERE {own}),
     (SELECT count(*) FROM ssmd.machine AS u WHERE {own})""")
-_MARK_OF = _sql("SELECT mark FROM ssmd.machine AS u WHERE {own} AND name = :machine")
-_SET_MARK = text("""
-    INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, :mark)
-    ON CONFLICT (role, name) DO UPDATE SET mark = greatest(old.mark, excluded.mark), at = now()""")
-_RAISE_MARK = text("""
-    INSERT INTO ssmd.machine AS old (name, mark) VALUES (:machine, 1)
-    ON CONFLICT (role, name) DO UPDATE SET mark = old.mark + 1, at = now() RETURNING mark""")
+_MARK_OF = _sql("SELECT {count} FROM ssmd.machine AS u WHERE {own} AND name = :machine")
+_SET_MARK = _sql("""
+    INSERT INTO ssmd.machine AS u (name, mark) VALUES (:machine, :mark)
+    ON CONFLICT (role, name) DO UPDATE SET mark = greatest({count}, excluded.mark), at = now()""")
+_RAISE_MARK = _sql("""
+    INSERT INTO ssmd.machine AS u (name, mark) VALUES (:machine, 1)
+    ON CONFLICT (role, name) DO UPDATE SET mark = {count} + 1, at = now() RETURNING mark""")
 # A quota of no machine is one of each machine of the role that has none of its own.
 _QUOTA = _sql("""
     SELECT u.nbytes,
@@ -243,6 +246,10 @@ class PostgresRemote:
         mark = self._server.write(keep)
         self._drop_if_buried([one.place for one in turns])  # meanwhile, by a machine that did not see these
         return mark
+
+    def discard(self, place: TurnPlace) -> None:
+        """Remove a turn that cannot be believed, so that it can be published again."""
+        self._server.write(lambda connection: connection.execute(_DISCARD, _values(place)))
 
     def bury(self, session: str, turn: str | None) -> None:
         """Remove a turn, or with None a whole session, for good."""
