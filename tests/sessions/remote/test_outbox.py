@@ -104,6 +104,44 @@ def test_what_never_goes_has_no_row(store: Store) -> None:
     assert rows(store) == []
 
 
+def forked(store: Store, chat: Chat, name: str) -> Chat:
+    """Return a fork of a conversation at its first turn, with a turn of its own."""
+    made = store.fork("ses_1", "t1")
+    fork = Chat(store, made.id)
+    fork.info, fork.turns, fork.ends = made.info, dict(chat.turns), dict(chat.ends)
+    fork.say(name, "t1", "a fork of it", "yes")
+    return fork
+
+
+def test_a_removal_sends_nothing_of_a_local_session(store: Store) -> None:
+    """The turn that its fork needs stays here too, and so does all that the fork says then."""
+    chat = Chat(store, "ses_1")
+    chat.say("t1", None, "a secret", "yes")
+    keep_local(store, "ses_1")
+    fork = forked(store, chat, "f1")
+    store.delete("ses_1")
+    fork.say("f2", "f1", "more", "yes")
+    assert rows(store) == [("ses_1", None, True)]
+    assert standing(store, fork.info.id) is None
+
+
+def test_a_removal_shares_no_fork_from_before(store: Store) -> None:
+    """Its first turn goes on as one of the fork, which is removed from the remote with it. Its own turns stay."""
+    store.shares = None
+    chat = Chat(store, "ses_1")
+    chat.say("t1", None, "before the remote", "yes")
+    fork = forked(store, chat, "f1")
+    empty = store.fork("ses_1", "t1")
+    store.shares = lambda: None
+    share(store, "ses_1")
+    store.delete("ses_1")
+    fork.say("f2", "f1", "more", "yes")
+    assert rows(store) == [("ses_1", None, True), (fork.info.id, "t1", False)]
+    store.delete(fork.info.id)
+    assert (standing(store, fork.info.id), standing(store, empty.id)) == ("buried", "shared")
+    assert rows(store)[1:] == [(fork.info.id, None, True), (empty.id, "t1", False)]
+
+
 def test_a_full_outbox_keeps_conversations_here(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_WAITING", 2)
     chat = Chat(store, "ses_1")
