@@ -13,6 +13,7 @@ from buckets import BUCKET, BucketServer
 from cluster import Cluster
 
 from ssmd.sessions.remote.folder import MARK, FolderRemote
+from ssmd.sessions.remote.packs import digest_of
 from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 from ssmd.sessions.remote.remote import Remote, RemoteTurn, TurnPlace
 from ssmd.sessions.remote.signing import MachineKey, SignedRow
@@ -28,6 +29,12 @@ class Place(Protocol):
 
     def alter(self, place: TurnPlace, part: str) -> None:
         """Damage a turn: its digest or its body."""
+
+    def replace(self, place: TurnPlace, body: bytes) -> None:
+        """Give a turn another body, and the digest that belongs to it."""
+
+    def remove(self, place: TurnPlace) -> None:
+        """Remove a turn by hand."""
 
     def make_newer(self, place: TurnPlace) -> None:
         """Let a turn be one of the next version."""
@@ -82,6 +89,14 @@ class FolderPlace:
         raw[-1 if part == "body" else 20] ^= 1
         file.write_bytes(raw)
 
+    def replace(self, place: TurnPlace, body: bytes) -> None:
+        file = self._file(place)
+        head = json.loads(file.read_bytes().partition(b"\n")[0]) | {"blake2b": digest_of(body)}
+        file.write_bytes(json.dumps(head).encode() + b"\n" + body)
+
+    def remove(self, place: TurnPlace) -> None:
+        self._file(place).unlink()
+
     def make_newer(self, place: TurnPlace) -> None:
         file = self._file(place)
         head, _, body = file.read_bytes().partition(b"\n")
@@ -125,6 +140,13 @@ class DatabasePlace:
     def alter(self, place: TurnPlace, part: str) -> None:
         altered = f"set_byte({part}, 0, get_byte({part}, 0) # 1)"
         self.sql(f"UPDATE ssmd.turn SET {part} = {altered} {self._where(place)}")
+
+    def replace(self, place: TurnPlace, body: bytes) -> None:
+        data = f"decode('{body.hex()}', 'hex')"
+        self.sql(f"UPDATE ssmd.turn SET body = {data}, digest = sha256({data}) {self._where(place)}")
+
+    def remove(self, place: TurnPlace) -> None:
+        self.sql(f"DELETE FROM ssmd.turn {self._where(place)}")
 
     def make_newer(self, place: TurnPlace) -> None:
         self.sql(f"UPDATE ssmd.turn SET format = 2 {self._where(place)}")

@@ -10,10 +10,23 @@ from ssmd.sessions.remote.body import read_as, read_body
 from ssmd.sessions.remote.ends import EndBody
 from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, RemoteTurn, TurnPlace, UnknownVersion
 
-Kind = Literal["turn_damaged", "turn_without_parent", "state_damaged", "pack_missing", "pack_damaged", "pack_unnamed"]
+Kind = Literal[
+    "turn_damaged",
+    "turn_altered",
+    "turn_without_parent",
+    "state_damaged",
+    "pack_missing",
+    "pack_damaged",
+    "pack_unnamed",
+]
 # By kind: if something is lost by it, and what to do.
 REMEDIES: dict[Kind, tuple[bool, str]] = {
     "turn_damaged": (True, "`ssmd session push ID` on a machine that has the session writes it again"),
+    "turn_altered": (
+        True,
+        "a user wrote it so, and it is not written over: remove its file `sessions/*/SESSION/TURN`, or its row of "
+        "ssmd.turn, and give `ssmd session push SESSION` on a machine that has the session",
+    ),
     "turn_without_parent": (True, "`ssmd session push ID` on a machine that has the session sends what is missing"),
     "state_damaged": (False, "nothing: its turns are read, and the conversation's next turn replaces it"),
     "pack_missing": (False, "nothing: the turns are read, and the conversation's next turn replaces it"),
@@ -65,7 +78,7 @@ def check(remote: Remote) -> Survey:
                 done.newer += 1
                 continue
             except InvalidTurn as err:
-                done.faults.append(Fault("turn_damaged", session, place.turn, "", str(err)))
+                done.faults.append(Fault("turn_altered", session, place.turn, "", str(err)))
                 continue
             done.turns, done.nbytes = done.turns + 1, done.nbytes + len(raw)
             if body.turn.parent is not None:

@@ -22,6 +22,7 @@ from remotes import BucketPlace, DatabasePlace, FolderPlace, Place
 from ssmd.sessions.remote.ends import send_end
 from ssmd.sessions.remote.link import send
 from ssmd.sessions.remote.remote import Remote, RemoteError, TurnPlace
+from ssmd.sessions.remote.sharing import share
 from ssmd.sessions.remote.survey import check, copy
 from ssmd.sessions.store import Store
 
@@ -74,6 +75,22 @@ def test_damages_are_found_and_named(store: Store, remote: Remote, place: Place)
     place.make_newer(TurnPlace("ses_2", "o1"))
     found = check(remote)
     assert (found.newer, found.sound) == (1, False)
+
+
+def test_an_altered_turn_comes_back_once_it_is_removed(store: Store, remote: Remote, place: Place) -> None:
+    """A user gave it the digest that belongs to it, so that nothing but its signature is wrong."""
+    raw = remote.fetch(PLACE)
+    assert raw is not None
+    place.replace(PLACE, raw.replace(b"To the sea.", b"To the bay."))
+    assert kinds(remote) == [("turn_altered", "t2")]
+    share(store, "ses_1")
+    send(store, remote)
+    assert kinds(remote) == [("turn_altered", "t2")]
+    place.remove(PLACE)
+    share(store, "ses_1")
+    send(store, remote)
+    assert kinds(remote) == []
+    assert remote.fetch(PLACE) == raw
 
 
 def test_a_pack_without_a_state_does_no_harm(store: Store, remote: Remote) -> None:

@@ -267,7 +267,7 @@ def test_a_turn_with_another_signature_is_refused(machines: Machines) -> None:
     assert raw is not None
     machines.put(ALTERED["a field"](raw))
     found = {(one.kind, one.turn) for one in survey.check(machines.remote).faults if one.kind != "pack_unnamed"}
-    assert found == {("turn_damaged", "t2"), ("state_damaged", "t2")}
+    assert found == {("turn_altered", "t2"), ("state_damaged", "t2")}
 
 
 def test_a_row_that_comes_again_is_the_same_state(machines: Machines) -> None:
