@@ -20,7 +20,8 @@ from keeping import BUILD, HYBRID, LINEAGE, PRODUCER, VOCABULARY, Chat, new_stor
 from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
-from ssmd.sessions.remote.ends import RemoteReader
+from ssmd.sessions.remote import link as link_module
+from ssmd.sessions.remote.ends import RemoteReader, send_end
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import Link, send
 from ssmd.sessions.remote.remote import RemoteError, TurnPlace
@@ -142,6 +143,27 @@ def test_a_removal_shares_no_fork_from_before(store: Store) -> None:
     assert rows(store)[1:] == [(fork.info.id, None, True), (empty.id, "t1", False)]
 
 
+def test_what_is_marked_local_while_rows_are_sent_stays(
+    store: Store, remote: FolderRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender has read its row by then, or is sending the bytes of its state."""
+    for n in range(3):
+        Chat(store, f"ses_{n}").say(f"t{n}", None, "hi", "hello")
+    monkeypatch.setattr(link_module, "MAX_GROUP_BYTES", 1)  # a turn each
+    send(store, remote, sent_of=lambda session: keep_local(store, "ses_1"))
+    assert [remote.turns(f"ses_{n}") for n in range(3)] == [["t0"], [], ["t2"]]
+    assert rows(store) == []
+    put = remote.packs.put
+
+    def marked(parts: Sequence[bytes | memoryview]) -> str:
+        keep_local(store, "ses_2")
+        return put(parts)
+
+    monkeypatch.setattr(remote.packs, "put", marked)
+    assert [send_end(store, remote, f"ses_{n}") > 0 for n in (2, 0)] == [False, True]
+    assert (remote.ends("ses_0"), remote.ends("ses_2")) == (["t0"], [])
+
+
 def test_a_full_outbox_keeps_conversations_here(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_WAITING", 2)
     chat = Chat(store, "ses_1")
@@ -195,7 +217,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from keeping import Chat, open_store
-from ssmd.sessions.remote.ends import RemoteReader
+from ssmd.sessions.remote import link as link_module
+from ssmd.sessions.remote.ends import RemoteReader, send_end
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import Link
 store = open_store(Path({data!r}))
