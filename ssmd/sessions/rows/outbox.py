@@ -20,11 +20,13 @@ from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.turn import NewTurn, SessionInfo
 
 MAX_WAITING = 100_000  # rows of the outbox: beyond it, conversations stay here until they are pushed
-# shared: its turns are sent. behind: some were sent, as before the outbox was full. local: none is sent any more.
+# shared: its turns are sent. behind: some were not, as while the outbox was full. local: none is sent any more.
 # buried: it was removed, here or elsewhere, and never comes back.
 Standing = Literal["shared", "behind", "local", "buried"]
 _o, _r, _t, _b, _m = outbox.c, remote_session.c, turn_table.c, buried_turn.c, remote_mark.c
 _STANDING = select(_r.standing).where(_r.id == bindparam("session"))
+_FALL_BEHIND = update(remote_session).where(_r.id == bindparam("session"), _r.standing == "shared")
+_FALL_BEHIND = _FALL_BEHIND.values(standing="behind")
 _PARENT = select(_t.session).where(_t.id == bindparam("turn"))
 _STANDINGS = (
     select(_r.standing)
@@ -61,6 +63,11 @@ def set_standing(connection: Connection, session_id: str, now: Standing) -> None
     """Store a session's standing with the remote."""
     connection.execute(delete(remote_session).where(_r.id == session_id))
     connection.execute(insert(remote_session).values(id=session_id, standing=now))
+
+
+def fall_behind(connection: Connection, session_id: str) -> None:
+    """Note that turns are written without a remote. If the session was shared, the next ones are of no use there."""
+    connection.execute(_FALL_BEHIND, {"session": session_id})
 
 
 def add_turns(connection: Connection, session: SessionInfo, turns: Sequence[NewTurn]) -> None:

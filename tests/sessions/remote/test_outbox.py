@@ -164,6 +164,23 @@ def test_what_is_marked_local_while_rows_are_sent_stays(
     assert (remote.ends("ses_0"), remote.ends("ses_2")) == (["t0"], [])
 
 
+def test_a_conversation_without_the_remote_stays_then(store: Store, remote: FolderRemote) -> None:
+    """A daemon ran without `--remote`: what it wrote stays, and so does what goes on from that, until a push."""
+    chat = Chat(store, "ses_1")
+    chat.say("t1", None, "hi", "hello")
+    store.shares = None
+    chat.say("t2", "t1", "without a remote", "yes")
+    link = Link(store, lambda: remote)
+    chat.say("t3", "t2", "with it again", "yes")
+    send(store, remote)
+    assert remote.turns("ses_1") == ["t1"]
+    assert (standing(store, "ses_1"), link.state(["t3"])) == ("behind", "off")
+    share(store, "ses_1")
+    chat.say("t4", "t3", "all of it", "yes")
+    send(store, remote)
+    assert sorted(remote.turns("ses_1")) == ["t1", "t2", "t3", "t4"]
+
+
 def test_a_full_outbox_keeps_conversations_here(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_WAITING", 2)
     chat = Chat(store, "ses_1")
