@@ -43,6 +43,8 @@ def init(remote: options.Remote = None, data_dir: options.DataDir = None, as_jso
     """
     with _remote(data_dir, remote, create=True) as there:
         name = there.name
+        if there.packs is not None:
+            there.packs.there("0" * 64)  # raises RemoteError if the place for bytes is lost, or away
     typer.echo(json.dumps({"remote": name}) if as_json else f"{name} is a remote")
 
 

@@ -152,7 +152,9 @@ class Store:
             with database.writing(self._engine, self.file) as connection:
                 with _stoppable(connection, patience if any(c.has_data for c in some) else PATIENT):
                     placed = commits.write(connection, session, turns, some, self.quota, reply, heard or {})
-                    if self.shares is not None and turns[0].finish != warm_rows.WARM:
+                    if self.shares is None:
+                        outbox.fall_behind(connection, session.id)
+                    elif turns[0].finish != warm_rows.WARM:
                         outbox.add_turns(connection, session, turns)
                 patience.sure()
                 return placed

@@ -37,6 +37,8 @@ _LOCK = ".lock"  # in that folder
 _AT_ONCE_BYTES = 16 << 20  # bytes of states between two progress reports
 _AT_ONCE_TURNS = 500
 _LEAST_BYTES = 2 << 20  # size of a nearly empty file, and of SQLite's own data beside rows
+# Tables of what a machine knows of its remote: what it shares, what stays, what waits, and which machines it trusts.
+_OF_REMOTES = ("outbox", "remote_session", "remote_mark", "buried_turn", "trusted_machine")
 # States that no turn links to belong to no conversation, and are gone in minutes. They come from `store: false` and
 # from answers that are still generated. A backup must not keep them.
 _KEPT = "SELECT checkpoint FROM live.turn_checkpoint"
@@ -200,7 +202,8 @@ def _copy_text(connection: sqlite3.Connection, states: bool) -> None:
             _insert(connection, "turn", "WHERE seq > ? AND seq <= ?", [(at, at + _AT_ONCE_TURNS)])
             tell(min(at + _AT_ONCE_TURNS, last), last)
         _insert(connection, "reply", "")
-        _insert(connection, "trusted_machine", "")
+        for table in _OF_REMOTES:
+            _insert(connection, table, "")
     if not states:
         connection.execute("UPDATE session SET own_nbytes = 0, shared_nbytes = 0, retained = ?", (NOTHING,))
 

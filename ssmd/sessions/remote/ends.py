@@ -141,6 +141,8 @@ def send_end(store: Store, remote: Remote, session_id: str, allowance: Allowance
     )
     older = [name for name in remote.ends(session_id) if name != end]
     with store.reading() as connection:  # ends of other machines that are not known here stay
+        if outbox.standing(connection, session_id) != "shared":  # while the pack was sent: `sweep` removes that
+            return 0
         known = select(turn.c.id).where(turn.c.session == session_id, turn.c.id.in_(older[:500]))
         replaced = list(connection.scalars(known))
     remote.publish_end(place, pack, body.signed_by(key), replaced, machine=machine, nbytes=nbytes)

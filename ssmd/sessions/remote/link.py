@@ -93,6 +93,7 @@ def send(
             for group in _groups(store, rows, key):
                 if stopped():
                     break
+                group.turns = _still_waiting(store, group.turns)
                 if group.buried is not None:
                     remote.bury(group.buried.session, group.buried.turn)
                 else:
@@ -148,6 +149,12 @@ def _groups(store: Store, rows: Sequence[OutboxRow], key: MachineKey) -> Iterato
             group = _Group()
     if group.rows:
         yield group
+
+
+def _still_waiting(store: Store, turns: Sequence[RemoteTurn]) -> list[RemoteTurn]:
+    """Return the turns that are still to be sent: a user may have marked their session as local meanwhile."""
+    with store.reading() as connection:
+        return [one for one in turns if outbox.waits(connection, one.place.turn)]
 
 
 def _turn(store: Store, row: OutboxRow, key: MachineKey) -> RemoteTurn | None:

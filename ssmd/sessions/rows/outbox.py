@@ -20,11 +20,13 @@ from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.turn import NewTurn, SessionInfo
 
 MAX_WAITING = 100_000  # rows of the outbox: beyond it, conversations stay here until they are pushed
-# shared: its turns are sent. behind: some were sent, then the outbox was full. local: none is sent any more.
+# shared: its turns are sent. behind: some were not, as while the outbox was full. local: none is sent any more.
 # buried: it was removed, here or elsewhere, and never comes back.
 Standing = Literal["shared", "behind", "local", "buried"]
 _o, _r, _t, _b, _m = outbox.c, remote_session.c, turn_table.c, buried_turn.c, remote_mark.c
 _STANDING = select(_r.standing).where(_r.id == bindparam("session"))
+_FALL_BEHIND = update(remote_session).where(_r.id == bindparam("session"), _r.standing == "shared")
+_FALL_BEHIND = _FALL_BEHIND.values(standing="behind")
 _PARENT = select(_t.session).where(_t.id == bindparam("turn"))
 _STANDINGS = (
     select(_r.standing)
@@ -61,6 +63,11 @@ def set_standing(connection: Connection, session_id: str, now: Standing) -> None
     """Store a session's standing with the remote."""
     connection.execute(delete(remote_session).where(_r.id == session_id))
     connection.execute(insert(remote_session).values(id=session_id, standing=now))
+
+
+def fall_behind(connection: Connection, session_id: str) -> None:
+    """Note that turns are written without a remote. If the session was shared, the next ones are of no use there."""
+    connection.execute(_FALL_BEHIND, {"session": session_id})
 
 
 def add_turns(connection: Connection, session: SessionInfo, turns: Sequence[NewTurn]) -> None:
@@ -104,17 +111,20 @@ def _add(connection: Connection, session_id: str, turns: Sequence[str], *, burie
 def bury(connection: Connection, session_id: str, own: Sequence[str]) -> None:
     """Bury a session that is removed in this transaction, after its turns were handed over.
 
-    own: its turns before that. Those that forks of it still need are sent again, as turns of the forks.
+    own: its turns before that. Those that forks of it still need are sent again, as turns of the forks. A fork that
+    was not shared is not shared by that: its own turns stay, and nothing of a session that was local is sent for it.
     """
+    before, named = standing(connection, session_id), set(own)
     set_standing(connection, session_id, "buried")
     connection.execute(delete(outbox).where(_o.session == session_id))
     connection.execute(insert(outbox).values(session=session_id, turn=None, buried=True))
     for some in batches(own):
         moved = select(_t.id, _t.session).where(_t.id.in_(some), _t.session != session_id).order_by(_t.seq)
         for turn, heir in connection.execute(moved).all():
-            if standing(connection, heir) is None:
-                set_standing(connection, heir, "shared")
-            if standing(connection, heir) == "shared":
+            if standing(connection, heir) is None and before != "local":
+                its = set(connection.scalars(select(_t.id).where(_t.session == heir)))
+                set_standing(connection, heir, "shared" if its <= named else "behind")
+            if standing(connection, heir) in ("shared", "behind"):
                 _add(connection, heir, [turn])
 
 

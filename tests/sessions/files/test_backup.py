@@ -26,7 +26,9 @@ from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.sessions.files.backup import UNFINISHED, back_up
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.line import Line
+from ssmd.sessions.remote.sharing import keep_local, shareable
 from ssmd.sessions.rows.database import FILE, PAGE_BYTES
+from ssmd.sessions.rows.schema import remote_mark
 from ssmd.sessions.rows.trust import origin_of, trust
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
@@ -191,6 +193,28 @@ def test_states_of_a_trusted_machine_go_with_the_trust(tmp_path: Path) -> None:
         found = find(restored, chat.scope, turn.ids.own)
     assert found is not None
     assert (found.position, found.origin) == (len(turn.ids) - 1, origin)
+
+
+def test_what_is_shared_and_what_stays_is_in_the_backup(tmp_path: Path) -> None:
+    """A daemon on the backup removes sessions from the remote too, and sends nothing of a local one."""
+    store = new_store(tmp_path / "data")
+    store.shares = lambda: None
+    chats = [Chat(store, f"ses_{n}") for n in range(4)]
+    for n, chat in enumerate(chats):
+        chat.say(f"t{n}", None, "Hello", "Hi.")
+    with store.writing() as connection:
+        connection.execute(remote_mark.insert().values(remote="/mnt/nas", machine="ab" * 16, confirmed=7))
+    keep_local(store, "ses_1")
+    store.delete("ses_2")
+    chats[3].say("t4", "t3", "More?", "No.")
+    store.remove_turn("t4", {})
+    tables = ("outbox", "remote_session", "remote_mark", "buried_turn")
+    here = [rows(store, table) for table in tables]
+    assert all(here)
+    back_up(tmp_path / "data", tmp_path / "backup")
+    with closing(Store.open(tmp_path / "backup")) as restored:
+        assert [rows(restored, table) for table in tables] == here
+        assert [one.session for one in shareable(restored, None)] == ["ses_3", "ses_0"]
 
 
 def test_states_of_no_turn_stay_behind(chat: Chat, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from keeping import BUILD, HYBRID, LINEAGE, PRODUCER, VOCABULARY, Chat, new_stor
 from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
-from ssmd.sessions.remote.ends import RemoteReader
+from ssmd.sessions.remote import link as link_module
+from ssmd.sessions.remote.ends import RemoteReader, send_end
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import Link, send
 from ssmd.sessions.remote.remote import RemoteError, TurnPlace
@@ -104,6 +105,82 @@ def test_what_never_goes_has_no_row(store: Store) -> None:
     assert rows(store) == []
 
 
+def forked(store: Store, chat: Chat, name: str) -> Chat:
+    """Return a fork of a conversation at its first turn, with a turn of its own."""
+    made = store.fork("ses_1", "t1")
+    fork = Chat(store, made.id)
+    fork.info, fork.turns, fork.ends = made.info, dict(chat.turns), dict(chat.ends)
+    fork.say(name, "t1", "a fork of it", "yes")
+    return fork
+
+
+def test_a_removal_sends_nothing_of_a_local_session(store: Store) -> None:
+    """The turn that its fork needs stays here too, and so does all that the fork says then."""
+    chat = Chat(store, "ses_1")
+    chat.say("t1", None, "a secret", "yes")
+    keep_local(store, "ses_1")
+    fork = forked(store, chat, "f1")
+    store.delete("ses_1")
+    fork.say("f2", "f1", "more", "yes")
+    assert rows(store) == [("ses_1", None, True)]
+    assert standing(store, fork.info.id) is None
+
+
+def test_a_removal_shares_no_fork_from_before(store: Store) -> None:
+    """Its first turn goes on as one of the fork, which is removed from the remote with it. Its own turns stay."""
+    store.shares = None
+    chat = Chat(store, "ses_1")
+    chat.say("t1", None, "before the remote", "yes")
+    fork = forked(store, chat, "f1")
+    empty = store.fork("ses_1", "t1")
+    store.shares = lambda: None
+    share(store, "ses_1")
+    store.delete("ses_1")
+    fork.say("f2", "f1", "more", "yes")
+    assert rows(store) == [("ses_1", None, True), (fork.info.id, "t1", False)]
+    store.delete(fork.info.id)
+    assert (standing(store, fork.info.id), standing(store, empty.id)) == ("buried", "shared")
+    assert rows(store)[1:] == [(fork.info.id, None, True), (empty.id, "t1", False)]
+
+
+def test_what_is_marked_local_while_rows_are_sent_stays(
+    store: Store, remote: FolderRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender has read its row by then, or is sending the bytes of its state."""
+    for n in range(3):
+        Chat(store, f"ses_{n}").say(f"t{n}", None, "hi", "hello")
+    monkeypatch.setattr(link_module, "MAX_GROUP_BYTES", 1)  # a turn each
+    send(store, remote, sent_of=lambda session: keep_local(store, "ses_1"))
+    assert [remote.turns(f"ses_{n}") for n in range(3)] == [["t0"], [], ["t2"]]
+    assert rows(store) == []
+    put = remote.packs.put
+
+    def marked(parts: Sequence[bytes | memoryview]) -> str:
+        keep_local(store, "ses_2")
+        return put(parts)
+
+    monkeypatch.setattr(remote.packs, "put", marked)
+    assert [send_end(store, remote, f"ses_{n}") > 0 for n in (2, 0)] == [False, True]
+    assert (remote.ends("ses_0"), remote.ends("ses_2")) == (["t0"], [])
+
+
+def test_a_conversation_without_the_remote_stays_then(store: Store, remote: FolderRemote) -> None:
+    """A daemon ran without `--remote`: what it wrote stays, and so does what goes on from that, until a push."""
+    chat = Chat(store, "ses_1")
+    chat.say("t1", None, "hi", "hello")
+    store.shares = None
+    chat.say("t2", "t1", "without a remote", "yes")
+    link = Link(store, lambda: remote)
+    chat.say("t3", "t2", "with it again", "yes")
+    send(store, remote)
+    assert remote.turns("ses_1") == ["t1"]
+    assert (standing(store, "ses_1"), link.state(["t3"])) == ("behind", "off")
+    share(store, "ses_1")
+    chat.say("t4", "t3", "all of it", "yes")
+    send(store, remote)
+    assert sorted(remote.turns("ses_1")) == ["t1", "t2", "t3", "t4"]
+
+
 def test_a_full_outbox_keeps_conversations_here(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_WAITING", 2)
     chat = Chat(store, "ses_1")
@@ -157,7 +234,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from keeping import Chat, open_store
-from ssmd.sessions.remote.ends import RemoteReader
+from ssmd.sessions.remote import link as link_module
+from ssmd.sessions.remote.ends import RemoteReader, send_end
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import Link
 store = open_store(Path({data!r}))

@@ -440,3 +440,32 @@ def test_the_owner_of_the_tables_saves_all_rows(ann: PostgresRemote, place: Data
     assert SECRET.body.hex() in dumps[0].stdout
     assert dumps[1].returncode != 0
     assert SECRET.body.hex() not in dumps[1].stdout
+
+
+@pytest.mark.skipif(shutil.which("pg_restore") is None, reason="pg_restore is not in PATH")
+def test_a_database_restored_elsewhere_has_its_walls(ann: PostgresRemote, place: DatabasePlace, tmp_path: Path) -> None:
+    """By the command of docs/remote.md, into an empty database: each role finds its own remote there, and no other."""
+    before, server = everything(ann), place.server
+    [words] = re.findall(r"^pg_restore (.*) -d ssmd ", DOCS.read_text("utf-8"), re.MULTILINE)
+    where = ["-h", str(server.sockets), "-p", str(server.port), "-U", "admin"]
+    server.admin("CREATE DATABASE other OWNER ssmd TEMPLATE template0")
+    try:
+        for program, *rest in (
+            ("pg_dump", "--format=custom", "--file", str(tmp_path / "dump"), "ssmd"),
+            ("pg_restore", *words.split(), "-d", "other", str(tmp_path / "dump")),
+        ):
+            done = subprocess.run([program, *where, *rest], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+        hers = PostgresRemote.open(server.url("other", user="ann", packs=str(tmp_path / "ann")), create=False)
+        assert everything(hers) == before
+        his = PostgresRemote.open(
+            server.url("other", user="bob", packs=place.setting.partition("packs=")[2]), create=True
+        )
+        assert nothing(his)
+        his.bury("ses_1", None)
+        assert everything(hers) == before
+        hers.close()
+        his.close()
+    finally:
+        server.cut_off("other")
+        server.admin("DROP DATABASE other")

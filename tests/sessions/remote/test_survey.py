@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from ssmd.sessions.remote.remote import Remote, RemoteError, RemoteTurn, TurnPla
 from ssmd.sessions.remote.survey import check, copy
 from ssmd.sessions.store import Store
 
+DOCS = Path(__file__).parents[3] / "docs" / "remote.md"
 PLACE = TurnPlace("ses_1", "t2")
 
 
@@ -190,6 +193,22 @@ def test_init_makes_an_empty_place_a_remote(place: Place, tmp_path: Path) -> Non
         assert (done.returncode, done.stderr) == (0, "")
         assert "is a remote" in done.stdout
     place.open(create=False).close()
+
+
+def test_init_says_that_the_place_for_bytes_is_lost(database: DatabasePlace, tmp_path: Path) -> None:
+    """An empty one is not taken in its place by itself, as it may be not mounted, but by docs/remote.md."""
+    remote, store = database.open(create=True), new_store(tmp_path / "data")
+    assert remote.packs is not None
+    remote.packs.put([b"a state"])
+    shutil.rmtree(database.packs)
+    database.packs.mkdir(mode=0o700)
+    told = command(store, "init", "--remote", database.setting)
+    assert (told.returncode, "holds no remote any more; is it mounted?" in told.stderr) == (1, True)
+    [forget] = re.findall(r"`(UPDATE ssmd.role .*?)`", DOCS.read_text("utf-8"))
+    database.sql(forget.replace("ann", "ssmd"))
+    assert command(store, "init", "--remote", database.setting).returncode == 0
+    assert (database.packs / "ssmd-packs.json").exists()
+    remote.close()
 
 
 @pytest.mark.parametrize("words", [("check",), ("stats",)], ids=["check", "stats"])
