@@ -48,7 +48,7 @@ def push(
 
     First it says how many turns and bytes go. Every user with access to the remote can read them.
     """
-    from ssmd.sessions.remote.link import send
+    from ssmd.sessions.remote.sending import send
     from ssmd.sessions.remote.sharing import discard_altered, share, shareable
 
     if bool(session_ids) == everything:

@@ -20,7 +20,7 @@ def key(
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show this machine's public key, with which it signs what it sends to a remote. Makes it if there is none."""
+    """Show this machine's public key. It signs with it what it sends to a remote. The first call makes the key."""
     from ssmd.sessions.remote.signing import FILE, KeyRefused, new_key, own_key, read_key
 
     with open_store(data_dir) as store:

@@ -21,8 +21,8 @@ from ssmd.model.state import StateSpec, TensorSpec
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.remote.ends import send_end
 from ssmd.sessions.remote.folder import FolderRemote
-from ssmd.sessions.remote.link import send
 from ssmd.sessions.remote.remote import RemoteError
+from ssmd.sessions.remote.sending import send
 from ssmd.sessions.rows import disk_space
 from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.store import Store

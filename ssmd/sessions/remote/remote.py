@@ -13,7 +13,7 @@ from ssmd.sessions.turn import StoreError
 
 MAX_BODY_BYTES = 64 << 20  # bytes of a turn
 MAX_ROW_BYTES = 64 << 10  # bytes of a state's row
-MAX_COUNT = 10**12  # sendings that a mark counts: a number beyond it, or below 0, is none, and another user wrote it
+MAX_COUNT = 10**12  # of a mark. No daemon writes a higher one, or one below 0: such a mark is read as 0
 RemoteState = Literal["sent", "waiting", "off"]  # of a stored turn; off: it stays here
 
 

@@ -83,7 +83,7 @@ def check_signature(raw: bytes, kind: bytes, what: str) -> None:
 
 
 def own_key(store: Store) -> MachineKey:
-    """Return this machine's key. It is made if there is none. Raises KeyRefused, StoreError."""
+    """Return this machine's key. Make one first if it has no file. Raises KeyRefused, StoreError."""
     folder = store.file.parent
     found = read_key(folder)
     if found is None:
@@ -99,7 +99,7 @@ def new_key(store: Store) -> MachineKey:
 
 
 def read_key(folder: Path) -> MachineKey | None:
-    """Read this machine's key from its data directory; None if there is none. Raises KeyRefused."""
+    """Read this machine's key from its data directory; None without a file. Raises KeyRefused."""
     file = folder / FILE
     advice = "put the right file in its place, or make another key with `ssmd store key --new`"
     try:

@@ -18,7 +18,8 @@ from sessions.remote.test_roaming import Machine, until
 from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.remote import link as link_module
 from ssmd.sessions.remote.ends import RemoteReader
-from ssmd.sessions.remote.link import Link, send
+from ssmd.sessions.remote.link import Link
+from ssmd.sessions.remote.sending import send
 from ssmd.sessions.store import Store
 
 

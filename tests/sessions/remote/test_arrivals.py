@@ -20,8 +20,8 @@ from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.line import NOTHING, SILENCE
 from ssmd.sessions.remote.body import TurnBody
 from ssmd.sessions.remote.folder import FolderRemote
-from ssmd.sessions.remote.link import purge, send
 from ssmd.sessions.remote.remote import InvalidTurn, RemoteTurn, TurnPlace
+from ssmd.sessions.remote.sending import purge, send
 from ssmd.sessions.remote.sharing import keep_local, pull_session, share, shareable
 from ssmd.sessions.remote.signing import own_key
 from ssmd.sessions.store import Store

@@ -27,10 +27,11 @@ from ssmd.sessions.remote import bucket as bucket_module
 from ssmd.sessions.remote import packs as packs_module
 from ssmd.sessions.remote.bucket import WHOLE, BucketPacks
 from ssmd.sessions.remote.ends import RemoteReader, send_end
-from ssmd.sessions.remote.link import Link, send
+from ssmd.sessions.remote.link import Link
 from ssmd.sessions.remote.postgres.address import BucketAddress
 from ssmd.sessions.remote.postgres.postgres import MARK, PostgresRemote
 from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, TurnPlace
+from ssmd.sessions.remote.sending import send
 
 LARGE = bytes(range(256)) * (12 << 12)  # 12 MiB: three parts, two requests to read
 FIRST = TurnPlace("ses_1", "t1")

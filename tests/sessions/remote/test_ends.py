@@ -30,9 +30,10 @@ from ssmd.sessions.remote import link as link_module
 from ssmd.sessions.remote import packs as packs_module
 from ssmd.sessions.remote.ends import EndBody, RemoteReader, find_end, send_end, take_end
 from ssmd.sessions.remote.folder import FolderRemote
-from ssmd.sessions.remote.link import Bandwidth, Link, RestingEnds, fetching_is_sooner, send
+from ssmd.sessions.remote.link import Bandwidth, Link, RestingEnds, fetching_is_sooner
 from ssmd.sessions.remote.packs import SWEPT_S
 from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, TurnPlace
+from ssmd.sessions.remote.sending import send
 from ssmd.sessions.remote.sharing import keep_local, pull_session
 from ssmd.sessions.remote.signing import own_key
 from ssmd.sessions.store import Store

@@ -16,8 +16,9 @@ from sessions.remote.test_ends import SECOND, Roaming, until
 
 from ssmd.sessions.remote import link as link_module
 from ssmd.sessions.remote.ends import send_end
-from ssmd.sessions.remote.link import FIRST_BYTES_PER_S, Link, send
+from ssmd.sessions.remote.link import FIRST_BYTES_PER_S, Link
 from ssmd.sessions.remote.remote import RemoteError
+from ssmd.sessions.remote.sending import send
 from ssmd.text.messages import Message
 
 

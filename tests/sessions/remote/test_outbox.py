@@ -20,11 +20,12 @@ from keeping import BUILD, HYBRID, LINEAGE, PRODUCER, VOCABULARY, Chat, new_stor
 from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
-from ssmd.sessions.remote import link as link_module
+from ssmd.sessions.remote import sending
 from ssmd.sessions.remote.ends import RemoteReader, send_end
 from ssmd.sessions.remote.folder import FolderRemote
-from ssmd.sessions.remote.link import Link, send
+from ssmd.sessions.remote.link import Link
 from ssmd.sessions.remote.remote import RemoteError, TurnPlace
+from ssmd.sessions.remote.sending import send
 from ssmd.sessions.remote.sharing import keep_local, pull_session, share
 from ssmd.sessions.rows import opening, outbox
 from ssmd.sessions.rows.database import FILE
@@ -149,7 +150,7 @@ def test_what_is_marked_local_while_rows_are_sent_stays(
     """The sender has read its row by then, or is sending the bytes of its state."""
     for n in range(3):
         Chat(store, f"ses_{n}").say(f"t{n}", None, "hi", "hello")
-    monkeypatch.setattr(link_module, "MAX_GROUP_BYTES", 1)  # a turn each
+    monkeypatch.setattr(sending, "MAX_GROUP_BYTES", 1)  # a turn each
     send(store, remote, sent_of=lambda session: keep_local(store, "ses_1"))
     assert [remote.turns(f"ses_{n}") for n in range(3)] == [["t0"], [], ["t2"]]
     assert rows(store) == []
@@ -234,7 +235,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from keeping import Chat, open_store
-from ssmd.sessions.remote import link as link_module
+from ssmd.sessions.remote import sending
 from ssmd.sessions.remote.ends import RemoteReader, send_end
 from ssmd.sessions.remote.folder import FolderRemote
 from ssmd.sessions.remote.link import Link

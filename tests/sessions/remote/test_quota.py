@@ -18,12 +18,14 @@ from sessions.remote.test_roaming import Machine, Messages, until
 
 from ssmd.sessions.remote import allowance as allowance_module
 from ssmd.sessions.remote import link as link_module
+from ssmd.sessions.remote import sending
 from ssmd.sessions.remote.allowance import Allowance, OverQuota
 from ssmd.sessions.remote.ends import send_end
-from ssmd.sessions.remote.link import Link, send
+from ssmd.sessions.remote.link import Link
 from ssmd.sessions.remote.recovery import mark_of
 from ssmd.sessions.remote.remote import Quota, Remote, RemoteError, TurnPlace
 from ssmd.sessions.remote.retention import Retention
+from ssmd.sessions.remote.sending import send
 from ssmd.sessions.rows.outbox import Mark
 from ssmd.sessions.store import Store
 
@@ -104,7 +106,7 @@ def test_turns_wait_and_removals_go(store: Store, remote: Remote, place: Place) 
 def test_what_was_sent_before_the_limit_is_not_sent_again(
     store: Store, remote: Remote, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "MAX_GROUP_BYTES", 1)  # a turn each
+    monkeypatch.setattr(sending, "MAX_GROUP_BYTES", 1)  # a turn each
     chat, last = Chat(store, "ses_1"), None
     for n in range(4):
         chat.say(f"t{n}", last, f"Question {n}?", "Yes.")

@@ -18,9 +18,10 @@ from sessions.remote.test_roaming import until
 
 from ssmd.sessions.remote import link as link_module
 from ssmd.sessions.remote.ends import send_end
-from ssmd.sessions.remote.link import Link, purge, send
+from ssmd.sessions.remote.link import Link
 from ssmd.sessions.remote.recovery import mark_of, recover
 from ssmd.sessions.remote.remote import MarkGone, Remote, RemoteError, TurnPlace
+from ssmd.sessions.remote.sending import purge, send
 from ssmd.sessions.remote.sharing import pull_session
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.store import Store

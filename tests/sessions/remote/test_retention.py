@@ -17,13 +17,14 @@ from sessions.remote.test_roaming import until
 
 from ssmd.sessions.checkpoint import Maker, Scope
 from ssmd.sessions.remote.ends import RemoteReader, send_end
-from ssmd.sessions.remote.link import Link, send
+from ssmd.sessions.remote.link import Link
 from ssmd.sessions.remote.postgres import leases
 from ssmd.sessions.remote.postgres.address import read_address
 from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 from ssmd.sessions.remote.postgres.server import Server
 from ssmd.sessions.remote.remote import Remote, RemoteError, TurnPlace
 from ssmd.sessions.remote.retention import Retention, RetentionCounts
+from ssmd.sessions.remote.sending import send
 from ssmd.sessions.remote.survey import check
 from ssmd.sessions.store import Store
 

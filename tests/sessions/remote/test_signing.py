@@ -14,7 +14,8 @@ import pytest
 from keeping import Chat, new_store
 
 from ssmd.sessions.remote.folder import FolderRemote
-from ssmd.sessions.remote.link import Link, send
+from ssmd.sessions.remote.link import Link
+from ssmd.sessions.remote.sending import send
 from ssmd.sessions.remote.signing import FILE, KeyRefused, new_key, own_key, read_key
 from ssmd.sessions.rows import outbox, trust
 from ssmd.sessions.store import Store

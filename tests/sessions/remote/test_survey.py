@@ -21,8 +21,8 @@ from remotes import BucketPlace, DatabasePlace, FolderPlace, Place
 
 from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.remote.ends import send_end
-from ssmd.sessions.remote.link import send
 from ssmd.sessions.remote.remote import Remote, RemoteError, RemoteTurn, TurnPlace
+from ssmd.sessions.remote.sending import send
 from ssmd.sessions.remote.survey import check, copy
 from ssmd.sessions.store import Store
 

@@ -33,8 +33,9 @@ from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.remote import survey
 from ssmd.sessions.remote.body import TurnBody
 from ssmd.sessions.remote.ends import EndBody, RemoteReader, find_end, send_end, take_end
-from ssmd.sessions.remote.link import Link, send
+from ssmd.sessions.remote.link import Link
 from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteTurn, TurnPlace
+from ssmd.sessions.remote.sending import send
 from ssmd.sessions.remote.sharing import pull_session
 from ssmd.sessions.remote.signing import MachineKey, new_key, own_key
 from ssmd.sessions.rows import trust
