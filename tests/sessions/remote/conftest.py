@@ -9,9 +9,22 @@ import buckets
 import pytest
 from buckets import BucketServer
 from cluster import Cluster, cluster, missing
+from keeping import new_store
 from remotes import BucketPlace, DatabasePlace, FolderPlace, Place
 
 from ssmd.sessions.remote.remote import Remote
+from ssmd.sessions.store import Store
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
+    """Return the stores of two machines, which share what is said."""
+    both = new_store(tmp_path / "a"), new_store(tmp_path / "b")
+    for one in both:
+        one.shares = lambda: None
+    yield both
+    for one in both:
+        one.close()
 
 
 @pytest.fixture(scope="session")

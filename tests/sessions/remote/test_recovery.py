@@ -7,12 +7,11 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import pytest
-from keeping import LINEAGE, SPECS, VOCABULARY, Chat, new_store
+from keeping import LINEAGE, SPECS, VOCABULARY, Chat
 from remotes import DatabasePlace, FolderPlace, Place, turn
 from sessions.remote.test_roaming import until
 
@@ -71,16 +70,6 @@ class DatabaseBackup:
 
 def backup(place: Place, at: Path) -> Backup:
     return FolderBackup(place, at) if isinstance(place, FolderPlace) else DatabaseBackup(place, at)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def stores(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
-    both = new_store(tmp_path / "a"), new_store(tmp_path / "b")
-    for one in both:
-        one.shares = lambda: None
-    yield both
-    for one in both:
-        one.close()
 
 
 def shared(remote: Remote) -> dict[str, list[str]]:

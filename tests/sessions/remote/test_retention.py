@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import commands
 import pytest
-from keeping import BUILD, LINEAGE, PRODUCER, SPECS, VOCABULARY, Chat, new_store, user
+from keeping import BUILD, LINEAGE, PRODUCER, SPECS, VOCABULARY, Chat, user
 from remotes import DatabasePlace, FolderPlace, Place, turn
 from sessions.remote.test_roaming import until
 
@@ -151,16 +150,6 @@ def test_a_lost_lease_ends_retention(database: DatabasePlace, monkeypatch: pytes
         remote.retain(Retention(nbytes=0))
     assert (remote.ends("ses_1"), len(remote.packs.names())) == (["t1"], 1)
     remote.close()
-
-
-@pytest.fixture
-def stores(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
-    both = new_store(tmp_path / "a"), new_store(tmp_path / "b")
-    for one in both:
-        one.shares = lambda: None
-    yield both
-    for one in both:
-        one.close()
 
 
 @pytest.mark.parametrize("removed", [False, True], ids=["fetched", "removed"])
