@@ -98,6 +98,24 @@ def test_an_answer_does_not_wait_for_long(
     assert link.state(["t3"]) == "sent"
 
 
+def test_a_turn_waits_for_its_answer_unless_its_answer_waits_for_it(
+    store: Store, linked: Callable[[], Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sending it at once costs the next turn some milliseconds."""
+    monkeypatch.setattr(link_module, "SETTLE_S", 60.0)
+    monkeypatch.setattr(link_module, "ACK_S", 60.0)
+    link, acknowledged = linked(), threading.Event()
+    say(store, "t1")
+    link.start()
+    until(lambda: link.state(["t1"]) == "sent")
+    say(store, "t2", "ses_2")
+    time.sleep(0.5)
+    assert link.state(["t2"]) == "waiting"
+    link.when_sent(["t2"], acknowledged.set)
+    assert acknowledged.wait(30)
+    assert link.state(["t2"]) == "sent"
+
+
 def test_a_failure_lets_answers_go(store: Store, linked: Callable[[], Link], database: DatabasePlace) -> None:
     link, ended = linked(), threading.Event()
     say(store, "t1")
