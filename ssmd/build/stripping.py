@@ -165,7 +165,12 @@ def makes_late(converter: Converter, quantization: Quantization, names: Collecti
 
     In int4 experts have zero points, which no encoding of ssmd/refit/encodings.py makes.
     """
-    return quantization in converter.late and not (quantization == "int4" and any("_experts_" in n for n in names))
+    return quantization in converter.late and not (quantization == "int4" and any(map(_is_of_experts, names)))
+
+
+def _is_of_experts(name: str) -> bool:
+    """Return True if a parameter has a matrix of each expert of its layer: (experts, rows, columns)."""
+    return "_experts_" in name
 
 
 def strip(
@@ -221,11 +226,11 @@ def _table(bindings: Mapping[str, Binding], source: Tensors) -> dict[tuple[int, 
 
 def _encoded(name: str, array: Array) -> Iterator[tuple[Hole, bytes]]:
     """Yield a parameter's encodings: the whole in every encoding that fits, then single rows if there are few."""
-    rows = len(array)
+    rows, axes = len(array), 3 if _is_of_experts(name) else 2
     parts = [(0, rows), *((i, 1) for i in range(rows) if array.ndim > 2 and rows <= MOST_PARTS)]
     made: dict[Callable[[Array], tuple[Any, ...]], tuple[Any, ...]] = {}
     for encoding, form in ENCODINGS.items():
-        if (form.matrices and array.ndim != 2) or (form.bits == 4 and not is_multiplied(name)):
+        if (form.matrices and array.ndim != axes) or (form.bits == 4 and not is_multiplied(name)):
             continue
         try:
             if form.form not in made:

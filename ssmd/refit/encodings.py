@@ -30,7 +30,7 @@ class Encoding:
 
     form: Callable[[Array], tuple[Encoded, ...]]
     part: int = 0
-    matrices: bool = False  # whether it is for weights of two axes alone
+    matrices: bool = False  # whether it is for matrices alone, or several of one size: experts
     bits: int = 8  # of a value of a matrix
 
 

@@ -60,9 +60,9 @@ def refitted(graph: StrippedGraph, source: Tensors, folder: Path) -> dict[str, b
 
 
 INLINE = "coreml-falcon-h1-norm-f32"  # its heads are eight: so few numbers stand in Core ML's program, not in a file
-# Of which no graph can be stripped yet, by the first parameter that it does not hold as it was given: encodings are of
-# matrices with two axes, and Core ML's converter combines the gain of gated DeltaNet's heads.
-WHOLE_ONLY = {"openvino-lfm2-moe-int8": "layer1_experts_down", "coreml-qwen3.5-f32": "layer0_gated_norm"}
+# Of which no graph can be stripped yet, by the first parameter that it does not hold as it was given: Core ML's
+# converter combines the gain of gated DeltaNet's heads.
+WHOLE_ONLY = {"coreml-qwen3.5-f32": "layer0_gated_norm"}
 REFITTED = [
     n for n in KEPT if BUILT[n].runtime != "wgpu" and BUILT[n].quantization != "int4" and n not in (INLINE, *WHOLE_ONLY)
 ]
