@@ -19,12 +19,16 @@ _BLOCK = 1 << 20  # numbers at a time: their hashes take eight bytes each
 _GOLDEN, _MIX1, _MIX2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _SPREAD = np.float32(0.75)
 _BITS = 24  # of a float32's mantissa
+_DECAY_RATE = ".linear_attn.A_log"  # log of 1 to 16, spread evenly
+_TIME_STEP = ".linear_attn.dt_bias"  # its softplus lies between 0.001 and 0.1, spread evenly in the logarithm
 
 
 class SeededSource:
     """A source of random tensors. Matrices lie around 0, spread so that products keep their size.
 
-    Vectors lie around 1, spread so far that a vector of another layer gives another model.
+    Vectors lie around 1, spread so far that a vector of another layer gives another model. Decays of gated DeltaNet
+    (`linear_attn.A_log`, `linear_attn.dt_bias`) are those of a model before its training: with decays around 1 a state
+    forgets each token at once, and rounded activations turn the sign of whole heads (docs/notes/log.md).
     """
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
@@ -43,6 +47,11 @@ class SeededSource:
         for start in range(0, len(values), _BLOCK):
             part = values[start : start + _BLOCK]
             part[:] = _between(key, begin + start, len(part))
+        if name.endswith(_DECAY_RATE):
+            return np.log(8.5 + 7.5 * values.astype(np.float64)).astype(np.float32)
+        if name.endswith(_TIME_STEP):
+            steps = np.exp(math.log(0.01) + math.log(10) * values.astype(np.float64))
+            return np.log(np.expm1(steps)).astype(np.float32)
         if len(shape) == 1:
             return np.float32(1) + values * _SPREAD
         return (values * np.float32(math.sqrt(3 / row))).reshape(-1, *shape[1:])

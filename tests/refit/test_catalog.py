@@ -559,7 +559,7 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
     assert len(models) == 10
     found = {r: {g.header.name: g.header for g in shipped(r, "int8")} for r in ("litert", "openvino")}
     only_int4 = {"granite-4.0-h-micro"}
-    assert set(models) - set(found["litert"]) == {"qwen3.5-0.8b"} | only_int4  # LiteRT's are yet to be made
+    assert set(models) - set(found["litert"]) == only_int4
     assert set(found["openvino"]) == set(models) - only_int4
     for headers in found.values():
         for name, header in headers.items():
