@@ -11,8 +11,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.engine.sampling.params import SamplingParams
-from ssmd.engine.sampling.penalties import Dry
+from ssmd.engine.sampling.params import Dry, SamplingParams
 from ssmd.engine.sampling.sampler import Sampler
 
 LIMIT_US = 300.0

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ssmd.engine.decode.calling import ToolCalling
-from ssmd.engine.decode.device import DeviceLock
+from ssmd.engine.decode.choice import ToolCalling
+from ssmd.engine.decode.device import DeviceLock, WarmUp, once
 from ssmd.engine.decode.generation import Generation, GenerationInput, GenerationStore
 from ssmd.engine.decode.queue import Queue
 from ssmd.engine.decode.several import MultiPrompt
-from ssmd.engine.decode.warmup import WarmUp, once
 from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persist.persistence import NoPersistence, Persistence
 from ssmd.engine.persist.writer import Writer

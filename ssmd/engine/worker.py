@@ -9,14 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
-from ssmd.engine.decode.calling import ToolCalling
-from ssmd.engine.decode.choice import Choice
-from ssmd.engine.decode.device import DeviceLock
-from ssmd.engine.decode.fairness import FairShare, Open
+from ssmd.engine.decode.choice import Choice, ToolCalling
+from ssmd.engine.decode.device import DeviceLock, WarmUp
 from ssmd.engine.decode.generation import Generation
 from ssmd.engine.decode.queue import Queue, unavailable
-from ssmd.engine.decode.sharing import SharedReading
-from ssmd.engine.decode.warmup import WarmUp
+from ssmd.engine.decode.sharing import FairShare, Open, SharedReading
 from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persist.persistence import NoPersistence, Persistence
 from ssmd.engine.request import Event, Failure, Finish

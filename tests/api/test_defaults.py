@@ -19,7 +19,8 @@ from ssmd.api.openai.chat_body import read_chat, to_request
 from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.engine.host.opening import close_host, open_host
-from ssmd.engine.sampling.penalties import Dry, DryPenalty
+from ssmd.engine.sampling.params import Dry
+from ssmd.engine.sampling.sampler import DryPenalty
 from ssmd.model.defaults import BREAKERS, FILE, Default, write
 
 COMPLETIONS = "/v1/completions"

@@ -21,7 +21,7 @@ from keeping import open_store
 from schemas import grammar_of
 from sqlalchemy import select
 
-from ssmd.engine.decode import fairness
+from ssmd.engine.decode import sharing
 from ssmd.engine.engine import Engine
 from ssmd.engine.request import Delta
 from ssmd.engine.sampling.params import SamplingParams
@@ -65,7 +65,7 @@ def with_long_calls(artifact: Artifact, folder: Path) -> Artifact:
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No client has to wait with its prompts because it read much."""
-    monkeypatch.setattr(fairness, "CREDIT_S", 1e6)
+    monkeypatch.setattr(sharing, "CREDIT_S", 1e6)
 
 
 @contextmanager

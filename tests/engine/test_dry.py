@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from several import models_folder, several
 
-from ssmd.engine.sampling.params import SamplingParams
-from ssmd.engine.sampling.penalties import Dry, DryPenalty
-from ssmd.engine.sampling.sampler import Sampler
+from ssmd.engine.sampling.params import Dry, SamplingParams
+from ssmd.engine.sampling.sampler import DryPenalty, Sampler
 from ssmd.model.defaults import ALL_TOKENS
 from ssmd.text.tokenizer import Tokenizer
 

@@ -22,10 +22,10 @@ from engines import OwnEngine
 from keeping import open_store
 from sqlalchemy import func, select, update
 
-from ssmd.engine.decode import fairness
+from ssmd.engine.decode import sharing
 from ssmd.engine.decode.generation import Generation
 from ssmd.engine.engine import Engine
-from ssmd.engine.persist import pace, persistence
+from ssmd.engine.persist import health, persistence
 from ssmd.engine.persist import writer as writer_module
 from ssmd.engine.persist.health import StoreHealth
 from ssmd.engine.persist.rerender import Rerenderer
@@ -645,7 +645,7 @@ def test_prompts_without_end_are_read_in_a_part_of_the_time(
     engine: Engine, endless: SamplingParams, monkeypatch: pytest.MonkeyPatch, credit: float
 ) -> None:
     """Also before the credit is spent, by a client with more prompts waiting. The clock advances by calls alone."""
-    monkeypatch.setattr(fairness, "CREDIT_S", credit)
+    monkeypatch.setattr(sharing, "CREDIT_S", credit)
     made = steps(engine.program, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: sum(0.02 if name == "prefill" else 0.01 for name, _ in made))
     began, flooded = threading.Event(), threading.Event()
@@ -794,8 +794,8 @@ def test_a_prompts_state_is_kept_where_it_pays(
     worth: float, engine: Engine, loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of a cache cost nothing, as the turn's end needs them. Without it the same is read, and said, again."""
-    monkeypatch.setattr(pace, "SMALL_BYTES", 0)
-    monkeypatch.setattr(pace, "WORTH", worth)
+    monkeypatch.setattr(health, "SMALL_BYTES", 0)
+    monkeypatch.setattr(health, "WORTH", worth)
     first = ask(engine, LONG_SYSTEM, user("Who is there?"))
     again = ask(engine, LONG_SYSTEM, user("Who is there?"))
     with store.reading() as connection:
@@ -928,7 +928,7 @@ def test_a_state_is_written_after_its_text_where_it_may_be_slow(engine: OwnEngin
 
 
 def test_only_a_large_write_tells_how_long_more_bytes_take() -> None:
-    found = pace.Pace()
+    found = health.Pace()
     found.note(23_040, 0.02)  # almost all of that is one fsync
     assert found.wait_s(22_600_000) == 0.02
     found.note(4 << 20, 0.1)

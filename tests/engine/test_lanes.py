@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from ssmd.engine.decode.fairness import FAIR, FairShare, Open
+from ssmd.engine.decode.sharing import FAIR, FairShare, Open
 from ssmd.engine.host.opening import affordable
 from ssmd.machine import memory
 from ssmd.model.state import StateSpec, TensorSpec

@@ -15,7 +15,7 @@ from engines import OwnEngine
 from sqlalchemy import select
 
 from ssmd.engine.persist import writer as writer_module
-from ssmd.engine.prompt.beginnings import ENDS, MARKS
+from ssmd.engine.prompt.rendering import ENDS, MARKS
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
@@ -32,7 +32,7 @@ DOCUMENT = "The fog came in at nine. The keeper lit the lamp, rang the bell and 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
-    monkeypatch.setattr("ssmd.engine.persist.pace.Pace.pays", lambda *_: True)
+    monkeypatch.setattr("ssmd.engine.persist.health.Pace.pays", lambda *_: True)
 
 
 @pytest.fixture(scope="module", params=["mamba-f32", "granite-f32", "bamba-last-f32", "llama-f32"])

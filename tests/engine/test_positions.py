@@ -14,9 +14,9 @@ from engine.test_engine import SAMPLING, Answer, Asked, ask, user
 from engines import OwnEngine
 from sqlalchemy import select, update
 
-from ssmd.engine.persist import persistence, positions
+from ssmd.engine.persist import persistence, restore
 from ssmd.engine.persist import writer as writer_module
-from ssmd.engine.persist.positions import SeenPrompts, inside
+from ssmd.engine.persist.restore import SeenPrompts, inside
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
@@ -36,7 +36,7 @@ CELL = 64
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
-    monkeypatch.setattr("ssmd.engine.persist.pace.Pace.pays", lambda *_: True)
+    monkeypatch.setattr("ssmd.engine.persist.health.Pace.pays", lambda *_: True)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def sparse(loaded: tuple[Artifact, Program], monkeypatch: pytest.MonkeyPatch) ->
     """States of a prompt's first cell and of its end alone, as far apart as in a long one."""
     if loaded[1].spec.recurrent:
         pytest.skip("a recurrent state cannot be cut")
-    monkeypatch.setattr(positions, "inside", lambda first, *_, **__: [CELL] if first < CELL else [])
+    monkeypatch.setattr(restore, "inside", lambda first, *_, **__: [CELL] if first < CELL else [])
 
 
 NUMBERS = " ".join(str(n) for n in range(100))
@@ -189,8 +189,8 @@ def test_rows_of_other_owners_are_not_cut(engine: OwnEngine, sparse: None) -> No
 def test_a_long_prompt_leaves_a_widening_grid(
     engine: OwnEngine, control: OwnEngine, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(positions, "FIRST", 128)
-    monkeypatch.setattr(positions, "NEAR", CELL)
+    monkeypatch.setattr(restore, "FIRST", 128)
+    monkeypatch.setattr(restore, "NEAR", CELL)
     long = " ".join(str(n) for n in range(110))
     first = ask(engine, user(long), max_tokens=1)
     assert first.usage.prompt_tokens > 2 * 128 + CELL
@@ -260,7 +260,7 @@ def test_a_killed_reader_loses_little(
     """
     monkeypatch.setattr(persistence, "PROGRESS_S", 1e9 if kept_inside else 0.0)
     if not kept_inside:
-        monkeypatch.setattr(positions, "inside", lambda *_, **__: [])
+        monkeypatch.setattr(restore, "inside", lambda *_, **__: [])
     prefilled, seen = persistence._TurnStore.prefilled, list[int]()
 
     def hang_up(self: persistence._TurnStore, handle: object, position: int, read_ms: float) -> None:

@@ -18,8 +18,8 @@ from keeping import grown
 from sqlalchemy import event, text, update
 
 from ssmd.engine.engine import Engine
-from ssmd.engine.prompt.beginnings import ENDS
 from ssmd.engine.prompt.planner import Prompt
+from ssmd.engine.prompt.rendering import ENDS
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program

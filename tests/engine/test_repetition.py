@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from ssmd.engine.engine import Engine
 from ssmd.engine.request import Delta, Event, Finish, Request
 from ssmd.engine.sampling.params import SamplingParams
-from ssmd.engine.sampling.penalties import Repetition
-from ssmd.engine.sampling.sampler import Sampler
+from ssmd.engine.sampling.sampler import Repetition, Sampler
 from ssmd.model.artifact import Artifact
 from ssmd.model.defaults import ALL_TOKENS
 from ssmd.runtime.protocol import get_runtime

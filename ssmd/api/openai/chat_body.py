@@ -18,8 +18,7 @@ from ssmd.api.openai.messages import read_messages
 from ssmd.api.openai.structured import StructuredFields, grammar_of
 from ssmd.api.openai.tools import is_unthinking, marked_tools, read_given, read_tool_choice
 from ssmd.engine.request import Request, Retention
-from ssmd.engine.sampling.params import SamplingParams
-from ssmd.engine.sampling.penalties import Dry
+from ssmd.engine.sampling.params import Dry, SamplingParams
 from ssmd.engine.terms import Rejection
 from ssmd.machine.duration import MAX_S, parse_duration
 from ssmd.model.defaults import BREAKERS, MAX_BREAKER_CHARS, MAX_BREAKERS, MAX_INT, OPTIONS, Defaults, Option

@@ -1,7 +1,7 @@
 """The work of an engine with a store beside computing: it restores states, keeps new ones and turns, and rerenders.
 
 It decides which states of a request are stored, and which ids each of them covers. The state after the system prompt is
-one, and that at the end of each choice. Those inside the prompt (positions.py) and before its last token are stored if
+one, and that at the end of each choice. Those inside the prompt (restore.py) and before its last token are stored if
 they are worth their writes. The last one leaves out a token because a restore gives no logits.
 
 A prompt that takes long to read has its newest state written now and then. A client that gives up, or a daemon that is
@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from functools import partial
 
 from ssmd.engine.decode.choice import Choice
+from ssmd.engine.decode.device import run_tokens
 from ssmd.engine.decode.generation import GenerationInput, GenerationStore, RestoredState, Then
-from ssmd.engine.decode.warmup import run_tokens
-from ssmd.engine.persist import positions, replay
+from ssmd.engine.persist import replay, restore
 from ssmd.engine.persist.rerender import Rerenderer, WarmReader
 from ssmd.engine.persist.restore import Restorer, Restoring
 from ssmd.engine.persist.writer import COMMIT_PATIENCE_S, PendingCheckpoint, Writer
@@ -99,7 +99,7 @@ class Persistence:
         self._recurrent_nbytes = sum(t.nbytes_at(0) for t in program.spec.recurrent)
         self._made = Maker(planner.scope, program.producer, program.spec)
         self._cell = buckets.grid(program.buckets)
-        self._seen = positions.SeenPrompts(self._cell)
+        self._seen = restore.SeenPrompts(self._cell)
         with contextlib.suppress(StoreError):
             for owner, ids in self._store.beginnings(planner.scope.lineage, REMEMBERED):
                 self._seen.parted(owner, ids)
@@ -187,7 +187,7 @@ class _TurnStore(GenerationStore):
         first, last = 0 if prompt.found is None else prompt.found.start, len(prompt.ids) - 1
         recurrent, ends, wanted = by._recurrent_nbytes > 0, (prompt.system, last), (parted, *prompt.parts)
         # The positions inside the prompt at which its state is kept.
-        self._inside = positions.inside(first, last, wanted, by._cell, recurrent=recurrent, ends=ends)
+        self._inside = restore.inside(first, last, wanted, by._cell, recurrent=recurrent, ends=ends)
         self._alike = parted - first >= ALIKE  # an earlier prompt shares more than the state that was found
         self._progress: PendingCheckpoint | None = None  # the newest state of a prompt that takes long
         self._written_at = time.perf_counter()  # when a state was last written at once

@@ -12,8 +12,7 @@ from functools import partial
 
 from ssmd.engine.decode.generation import Then
 from ssmd.engine.metrics import Metrics
-from ssmd.engine.persist.health import StoreHealth
-from ssmd.engine.persist.pace import Pace
+from ssmd.engine.persist.health import Pace, StoreHealth
 from ssmd.engine.request import Retention
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from ssmd.engine.prompt.beginnings import SYSTEM_CHECKPOINT_TOKENS, Beginnings
-from ssmd.engine.prompt.rendering import RenderedPrompt, Renderer
+from ssmd.engine.prompt.rendering import SYSTEM_CHECKPOINT_TOKENS, Beginnings, RenderedPrompt, Renderer
 from ssmd.engine.request import Beginning, Request
 from ssmd.engine.terms import Rejection, too_long
 from ssmd.model.artifact import Manifest

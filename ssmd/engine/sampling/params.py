@@ -6,12 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ssmd.engine.sampling.filters import Filters
-from ssmd.engine.sampling.penalties import Dry
 from ssmd.model.defaults import ALL_TOKENS, MAX_BREAKERS, MAX_INT, OPTIONS, Option
 
+BREAKERS = ("\n", ":", '"', "*")
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 10_000
+
+
+@dataclass(frozen=True)
+class Dry:
+    """Options of DRY. multiplier 0 is off."""
+
+    multiplier: float
+    base: float = OPTIONS["dry_base"].otherwise
+    allowed_length: int = int(OPTIONS["dry_allowed_length"].otherwise)
+    last_n: int = int(
+        OPTIONS["dry_penalty_last_n"].otherwise
+    )  # tokens of prompt and answer to search; 0: none, -1: all
+    breakers: tuple[str, ...] = BREAKERS  # texts; a token that contains one of them is a breaker
+    prompt: bool = True  # False: search the answer alone
 
 
 def _number(name: str) -> float:
