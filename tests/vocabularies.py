@@ -14,9 +14,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.apart import open_texts
-from ssmd.text.controls import FIRST_SENTINEL, FRAME, QUOTE
-from ssmd.text.detokenizer import Detokenizer
-from ssmd.text.tokenizer import Tokenizer
+from ssmd.text.tokenizer import Detokenizer, Tokenizer
+from ssmd.text.vocabulary import FIRST_SENTINEL, FRAME, QUOTE
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. 0123456789",

@@ -1,7 +1,7 @@
 """The adapter from messages, tools and variables to a template's input, in which all control tokens' text is inert.
 
 Input from outside is hostile, a tool's result most of all. For a template that does not support tools they are written
-as plain text (hermes.py).
+as plain text in the Hermes format. Most open models were trained on it, so models that were not can often follow it too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ssmd.text import hermes
 from ssmd.text.arguments import arguments_so_far, read_arguments
 from ssmd.text.messages import Message, ToolCall
 from ssmd.text.template import TemplateInput
@@ -25,6 +24,21 @@ _UNSHOWN = ("strict",)  # fields of a function that are for the server, not for 
 # A template that goes through the arguments of a call: it fails for arguments that are a text.
 _ITEMS = re.compile(r"\barguments\s*\|\s*items\b|\barguments\.items\(")
 _NINE = re.compile(r"[A-Za-z0-9]{9}")  # the form of ids that Mistral's templates require
+_TOOLS = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a JSON object with the function's name and its arguments within <tool_call></tool_call> \
+XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments-json-object>}}
+</tool_call>"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ class MessageAdapter:
     def _told(self, given: TemplateInput) -> AdaptedInput:
         tools = tuple(_shown(tool) for tool in given.tools)
         variables = {name: value for name, value in given.variables.items() if name in self._names}
-        system = self._escape(hermes.system_prompt(tools)) if tools and not self.knows_tools else ""
+        system = self._escape(system_prompt(tools)) if tools and not self.knows_tools else ""
         shown = TemplateInput(self._inert(tools) if self.knows_tools else (), self._inert(variables))
         if not (system or shown.tools or shown.variables):
             return AdaptedInput(shown, "", "")
@@ -131,7 +145,7 @@ class MessageAdapter:
     def message(self, message: Message) -> Message:
         """Return a message for the template."""
         if not self.knows_tools:
-            message = hermes.in_words(message)
+            message = in_words(message)
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         escape = self._escape
         name = message.name and escape(message.name)
@@ -173,3 +187,34 @@ def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(function, Mapping) or not any(name in function for name in _UNSHOWN):
         return tool
     return {**tool, "function": {name: value for name, value in function.items() if name not in _UNSHOWN}}
+
+
+def system_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the part of a system prompt that describes the tools and the notation of calls."""
+    return _TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+
+
+def in_words(message: Message) -> Message:
+    """Return a message without tool fields: calls become part of its text, a call's result a user's message.
+
+    Other messages are returned unchanged.
+    """
+    if message.role == "tool":
+        return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+    if not message.tool_calls:
+        return message
+    said = [message.content] if message.content else []
+    return replace(message, content="\n".join([*said, *map(_called, message.tool_calls)]), tool_calls=())
+
+
+def _called(call: ToolCall) -> str:
+    # Arguments stand as the model wrote them: its next prompt then goes on from what it was fed. Clients in JavaScript
+    # write them again without spaces, which models seldom do.
+    arguments = call.arguments.strip() or "{}"
+    known = read_arguments(arguments)
+    if known is None:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif arguments == json.dumps(known, ensure_ascii=False, separators=(",", ":")):
+        arguments = json.dumps(known, ensure_ascii=False)
+    name = json.dumps(call.name, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'

@@ -1,11 +1,12 @@
-"""Text to token ids and back, with tokenizer.json through the `tokenizers` library.
+"""Text to token ids and back, whole or streamed, with tokenizer.json through the `tokenizers` library.
 
-Control tokens (controls.py) count only where a template wrote them. `escape` makes their text in a message inert
+Control tokens (vocabulary.py) count only where a template wrote them. `escape` makes their text in a message inert
 before rendering, and `encode` turns it back into plain text.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import secrets
@@ -19,9 +20,19 @@ import tokenizers
 from numpy.typing import NDArray
 
 from ssmd.text.beginning import read_beginning
-from ssmd.text.controls import FRAME, Controls, ControlsError
-from ssmd.text.cutting import PIECE, count_parts, each_part_counts, pieces, places
-from ssmd.text.decoding import DecoderError, Decoding, read_decoder
+from ssmd.text.vocabulary import (
+    FRAME,
+    PIECE,
+    Controls,
+    ControlsError,
+    DecoderError,
+    Decoding,
+    count_parts,
+    each_part_counts,
+    pieces,
+    places,
+    read_decoder,
+)
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork, and one text needs none
 MAX_FILE_BYTES = 256 << 20
@@ -343,3 +354,43 @@ def _gave_up(err: BaseException) -> bool:
 def _mark(text: str, like: tokenizers.AddedToken | None) -> tokenizers.AddedToken:
     flags = {"lstrip": like.lstrip, "rstrip": like.rstrip, "single_word": like.single_word} if like else {}
     return tokenizers.AddedToken(text, normalized=False, special=False, **flags)
+
+
+class Detokenizer:
+    """The text of one answer, token by token: whole characters only, O(1) a token. Control tokens are left out."""
+
+    def __init__(self, tokenizer: Tokenizer, *, begun: bool = False) -> None:
+        """begun: the text continues an earlier one, so its first token is not the first of the whole text."""
+        self._tokenizer = tokenizer
+        self._decoding = tokenizer.decoding
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._first = not begun
+        self._strip = 0 if begun else self._decoding.strip[1]
+
+    def push(self, token: int) -> str:
+        """Return the text that this token completes; "" while a character is unfinished."""
+        if self._tokenizer.is_control(token):
+            return ""
+        data = self._tokenizer.token_bytes(token)
+        if not self._first:
+            return self._stripped(self._utf8.decode(self._decoding.separator + data if data else b""))
+        piece = self._tokenizer.piece(token)
+        if piece is None:
+            return ""
+        self._first = False
+        if drops := self._decoding.first_drops:
+            data = self._decoding.of(piece.replace(drops, ""))
+        return self._stripped(self._utf8.decode(data))
+
+    def flush(self) -> str:
+        """Return U+FFFD for an unfinished character at the end; "" if there is none."""
+        return self._stripped(self._utf8.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        while self._strip and text:
+            if not text.startswith(self._decoding.strip[0]):
+                self._strip = 0
+                break
+            text = text[1:]
+            self._strip -= 1
+        return text

@@ -11,8 +11,8 @@ from tokenizers import processors
 from vocabularies import byte_level, each_kind, open_library, opened, texts
 
 from ssmd.text.beginning import read_beginning
-from ssmd.text.controls import FIRST_SENTINEL, FRAME, QUOTE
-from ssmd.text.detokenizer import Detokenizer
+from ssmd.text.tokenizer import Detokenizer
+from ssmd.text.vocabulary import FIRST_SENTINEL, FRAME, QUOTE
 
 RESERVED = (chr(FIRST_SENTINEL), chr(FIRST_SENTINEL + 1), QUOTE, FRAME)
 

@@ -12,8 +12,8 @@ from hypothesis import assume, example, given, settings
 from tokenizers import AddedToken
 from vocabularies import APART, SPECIAL, byte_level, decoded, each_kind, hostile, open_library, opened, texts
 
-from ssmd.text.controls import _any_of
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
+from ssmd.text.vocabulary import _any_of
 
 
 def controls(tokenizer: Tokenizer, rendered: str) -> list[int]:

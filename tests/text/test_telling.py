@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from text.test_chat_templates import SPECIAL, frozen, official, ours, vocabulary  # noqa: F401 - fixtures
 from text.test_template import NOW, TEMPLATES
 
-from ssmd.text import hermes
 from ssmd.text.arguments import canonical, read_arguments
 from ssmd.text.messages import Message, ToolCall
-from ssmd.text.telling import MessageAdapter
+from ssmd.text.telling import MessageAdapter, in_words, system_prompt
 from ssmd.text.template import TemplateError, TemplateInput
 from ssmd.text.tokenizer import Tokenizer
 
@@ -92,7 +91,7 @@ def test_a_template_that_knows_no_tools_is_told_in_words(name: str, tokenizer: T
     assert f"<tools>\n{json.dumps(TOOL, ensure_ascii=False)}\n</tools>" in text
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "n":1.5}}\n</tool_call>' in text
     assert '<tool_response>\n{"sky": "grey"}\n</tool_response>' in text
-    plain = [hermes.in_words(m) for m in SAID]
+    plain = [in_words(m) for m in SAID]
     assert shown(SOURCES[name], tokenizer, SAID, TemplateInput()) == shown(
         SOURCES[name], tokenizer, plain, TemplateInput()
     )
@@ -100,7 +99,7 @@ def test_a_template_that_knows_no_tools_is_told_in_words(name: str, tokenizer: T
 
 @pytest.mark.parametrize("name", KNOW_NONE)
 def test_a_chat_without_a_system_prompt_gets_one_with_its_tools(name: str, tokenizer: Tokenizer) -> None:
-    system = Message("system", hermes.system_prompt([TOOL]))
+    system = Message("system", system_prompt([TOOL]))
     expected = shown(SOURCES[name], tokenizer, [system, *SAID[1:]], TemplateInput())
     assert shown(SOURCES[name], tokenizer, SAID[1:]) == expected
 

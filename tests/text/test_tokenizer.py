@@ -31,12 +31,10 @@ from vocabularies import (
     texts,
 )
 
-from ssmd.text import cutting
 from ssmd.text import tokenizer as tokenizer_module
-from ssmd.text.controls import QUOTE
-from ssmd.text.decoding import BYTE_OF
-from ssmd.text.detokenizer import Detokenizer
-from ssmd.text.tokenizer import Tokenizer, TokenizerError
+from ssmd.text import vocabulary
+from ssmd.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from ssmd.text.vocabulary import BYTE_OF, QUOTE
 
 
 @each_kind
@@ -54,7 +52,7 @@ def test_encode_equals_the_librarys_where_nothing_is_escaped(name: str, text: st
 def small_pieces(one: Tokenizer) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one._controls, "_piece", 3)
-        for module in (cutting, tokenizer_module):
+        for module in (vocabulary, tokenizer_module):
             patch.setattr(module, "PIECE", 3)
         yield
 
@@ -137,10 +135,10 @@ def test_a_text_has_no_fewer_ids_than_are_counted(name: str, text: str) -> None:
 
 
 def test_bytes_at_places_are_those_of_their_characters() -> None:
-    sides = re.compile(f"[{cutting._WORDS}{cutting._SIGNS}]")
+    sides = re.compile(f"[{vocabulary._WORDS}{vocabulary._SIGNS}]")
     characters = "".join(c for c in map(chr, [*range(0xD800), *range(0xE000, 0x110000)]) if sides.match(c))
     assert len(characters) > 10_000
-    assert set(characters.encode()) <= cutting.BYTES_AT_PLACES
+    assert set(characters.encode()) <= vocabulary.BYTES_AT_PLACES
 
 
 @pytest.mark.parametrize(("lacks", "counted"), [(0xC3, False), (0x00, True), (0xFF, True)])

@@ -22,11 +22,10 @@ from ssmd.text.answer import AnswerReader
 from ssmd.text.calls.forced import forced
 from ssmd.text.calls.formats import Format, format_of
 from ssmd.text.calls.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
-from ssmd.text.detokenizer import Detokenizer
 from ssmd.text.messages import THINK, THINK_END, ToolCall
 from ssmd.text.schemas import UnsupportedSchema
 from ssmd.text.stops import StopStrings
-from ssmd.text.tokenizer import Tokenizer
+from ssmd.text.tokenizer import Detokenizer, Tokenizer
 
 End = FinishReason | Literal["cancelled"]
 _AT_THE_END = 64  # characters at a prompt's end in which its marker of reasoning stands

@@ -13,8 +13,7 @@ from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
 from ssmd.sessions.line import Ids, Line, Passage, as_ids
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
-from ssmd.text.detokenizer import Detokenizer
-from ssmd.text.tokenizer import Tokenizer, TokenizerError
+from ssmd.text.tokenizer import Detokenizer, Tokenizer, TokenizerError
 
 log = logging.getLogger(__name__)
 PARAM = "prompt"

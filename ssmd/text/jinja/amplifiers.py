@@ -27,7 +27,7 @@ FILTER_NAMES = (
     "sort", "string", "sum", "title", "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
 )
 # fmt: on
-# A private-use character that stands for a control token's text (text/controls.py), escaped as JSON. It is unescaped
+# A private-use character that stands for a control token's text (text/vocabulary.py), escaped as JSON. It is unescaped
 # so that it can become that text again. After an escaped backslash it is plain text.
 _PRIVATE = re.compile(r"\\\\|\\u(db[c-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
 _PARENTHESES = re.compile(r"[()]")
