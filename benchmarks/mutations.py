@@ -75,7 +75,7 @@ MUTATIONS = (
         "contract/test_handles.py::test_a_clone_goes_its_own_way[openvino-granite-f32]",
     ),
     Mutation(
-        *("store", "states are read without their checksums", "ssmd/sessions/rows/parts.py"),
+        *("store", "states are read without their checksums", "ssmd/sessions/rows/blobs.py"),
         *("if not is_genuine(blob.data, blob.checksum):", "if False:"),
         "sessions/test_faults.py",
     ),

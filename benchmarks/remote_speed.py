@@ -39,11 +39,11 @@ from keeping import BUILD, LINEAGE, PRODUCER, RECURRENT, VOCABULARY, Chat, new_s
 from pooler import Pooler
 
 from ssmd.sessions.checkpoint import Maker, Scope
-from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.remote.ends import RemoteReader
 from ssmd.sessions.remote.link import Link
 from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 from ssmd.sessions.remote.sharing import open_remote
+from ssmd.sessions.turn import EVERYBODY
 from ssmd.text.messages import Message
 
 SERVER = ("fsync=on", "log_statement=none", "shared_buffers=1GB", "max_wal_size=4GB", "maintenance_work_mem=512MB")

@@ -29,8 +29,8 @@ from ssmd.api.http.sse import StreamFormat
 from ssmd.config import Settings
 from ssmd.daemon.pulls import Pulls
 from ssmd.engine.host.host import Host
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Domain
 
 T = TypeVar("T")
 Schema = dict[str, Any]

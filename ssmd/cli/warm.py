@@ -260,8 +260,8 @@ def _import(
     from ssmd.config import Settings
     from ssmd.daemon.discovery import find
     from ssmd.machine.progress import show_progress
-    from ssmd.sessions.domain import Domain
     from ssmd.sessions.files.transfer import import_warm
+    from ssmd.sessions.turn import Domain
 
     settings = Settings(data_dir=data_dir, models_dir=models_dir)
     local = _local_models(settings.models_dir)

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from ssmd.engine.sampling.params import SamplingParams
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.model.defaults import OPTIONS
-from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.remote.remote import RemoteState
 from ssmd.sessions.reply import ReplyKey
+from ssmd.sessions.turn import EVERYBODY, Domain
 from ssmd.text.calls.tool_choice import AUTO, ToolChoice
 from ssmd.text.messages import BlockEnd, Message, ToolCall
 from ssmd.text.template import NOTHING_MORE, TemplateInput

@@ -14,8 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine
 
 from ssmd.model.state import Part, State, StateSpec
-from ssmd.sessions.checkpoint import Scope
-from ssmd.sessions.domain import EVERYBODY, Domain
+from ssmd.sessions.checkpoint import Scope, SealedLine
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
@@ -24,15 +23,13 @@ from ssmd.sessions.rows import replies as reply_rows
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows import warm as warm_rows
-from ssmd.sessions.rows.blobs import EncodedCheckpoint, joined
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, joined, read_parts
 from ssmd.sessions.rows.checkpoints import CheckpointResult
 from ssmd.sessions.rows.faults import DiskFull, disk_full
 from ssmd.sessions.rows.partings import Parting, read_partings
-from ssmd.sessions.rows.parts import read_parts
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.rows.warm import WarmBeginning
-from ssmd.sessions.sealing import SealedLine
-from ssmd.sessions.turn import NewTurn, Session, SessionInfo, Turn, UnknownSession
+from ssmd.sessions.turn import EVERYBODY, Domain, NewTurn, Session, SessionInfo, Turn, UnknownSession
 from ssmd.text.messages import Message
 
 _ASK_EACH = 20  # SQLite instructions between two calls of `stop`; to insert a row takes some 30, so each row has one

@@ -1,21 +1,30 @@
-"""Sessions and turns, as they are handed to the store and read back."""
+"""Sessions and turns, as they are handed to the store and read back, exported as items, and seen by a trust domain.
+
+Messages are stored and exported as a list of items, named as in OpenAI's Responses. A message is an item. Each call of
+an assistant's message is an item right after it. A call's result is an item too.
+
+A trust domain says which owners' rows a caller can read, and which owner its new rows get.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.match import Chain
-from ssmd.text.messages import Message
+from ssmd.text.messages import Message, ToolCall
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_TITLE = 200  # characters
 BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # Bidi_Control of Unicode
 _BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol that are drawn as nothing
+Item = dict[str, Any]
 
 
 class StoreError(Exception):
@@ -160,3 +169,78 @@ def local_now() -> datetime:
     The zone is an offset from UTC without a name, so that a template renders the same before and after it was stored.
     """
     return datetime.fromisoformat(datetime.now(UTC).astimezone().isoformat())
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The owners whose rows a caller sees in a store, and the owner of what it writes."""
+
+    owner: str = ""  # of new rows; "": no owner
+    sees: tuple[str, ...] | None = None  # owners whose rows it sees; None: all
+
+    def has(self, owner: object) -> bool:
+        """Return True if rows of this owner are visible."""
+        return self.sees is None or owner in self.sees
+
+
+EVERYBODY = Domain()  # sees all rows
+NOBODY = Domain(sees=())
+
+
+def items_of(turn_id: str, messages: Sequence[Message]) -> tuple[list[Item], list[Item]]:
+    """Convert a turn's messages to items: (input, answer). The answer is the last message.
+
+    Each item gets an id, which follows from the turn's id and its place.
+    """
+    said = [list(_items(m)) for m in messages]
+    items = [{"id": _id(turn_id, i), **item} for i, item in enumerate(item for one in said for item in one)]
+    answer = len(items) - len(said[-1])
+    return items[:answer], items[answer:]
+
+
+def messages_of(items: Iterable[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Convert items to messages. Raises ValueError, TypeError or KeyError if they are invalid."""
+    messages: list[Message] = []
+    calls: dict[int, list[ToolCall]] = {}  # by index of their message
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            said = {"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]}
+            messages.append(Message.from_json(said | {"name": item.get("name")}))
+        elif kind == "function_call":
+            if not messages or messages[-1].role != "assistant":
+                raise ValueError("a function call does not follow an assistant's message")
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = ToolCall.from_json({"id": item["call_id"], "function": function})
+            calls.setdefault(len(messages) - 1, []).append(call)
+        elif kind == "message" and item.get("role") != "tool":
+            fields = {name: item.get(name) for name in ("role", "content", "name")}
+            messages.append(Message.from_json(fields))
+        else:
+            raise ValueError(f"an item of type {kind!r} is of a newer version")
+    for i, made in calls.items():
+        messages[i] = replace(messages[i], tool_calls=tuple(made))
+    return tuple(messages)
+
+
+def _items(message: Message) -> Iterable[Item]:
+    if message.tool_call_id is not None:
+        named = {} if message.name is None else {"name": message.name}
+        output = {"call_id": message.tool_call_id, "output": message.content}
+        yield {"type": "function_call_output", **output, **named}
+        return
+    yield {"type": "message", **replace(message, tool_calls=()).to_json()}
+    for call in message.tool_calls:
+        yield {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
+
+
+def _id(turn_id: str, index: int) -> str:
+    return f"item_{hashlib.blake2b(f'{turn_id} {index}'.encode(), digest_size=12).hexdigest()}"
+
+
+def is_unicode(value: object) -> bool:
+    """Return True if a value is a text that can be written as UTF-8."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False

@@ -34,9 +34,9 @@ from ssmd.api.openai.responses.background import follow
 from ssmd.config import Settings
 from ssmd.engine.request import Delta, Finish, Request, Usage
 from ssmd.engine.terms import Rejection
-from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.rows import replies
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import EVERYBODY
 
 Fields = dict[str, Any]
 LASTING: Fields = {"logit_bias": NO_END, "max_output_tokens": 4000}

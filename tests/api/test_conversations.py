@@ -33,7 +33,7 @@ from ssmd.api.openai.responses.state import History
 from ssmd.config import Settings
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.fsck.check import examine
-from ssmd.sessions.rows import growth
+from ssmd.sessions.rows import turns
 
 Fields = dict[str, Any]
 CONVERSATIONS = "/v1/conversations"
@@ -498,7 +498,7 @@ def test_what_cannot_be_is_refused_by_name(tiny: Daemon) -> None:
 
 def test_empty_conversations_count_as_text(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     id_ = begun(tiny)
-    monkeypatch.setattr(growth, "_LEAST_TEXT_BYTES", 0)
+    monkeypatch.setattr(turns, "_LEAST_TEXT_BYTES", 0)
     assert tiny.store is not None
     monkeypatch.setattr(tiny.store, "quota", 1)
     for answer in (send(tiny, "POST"), send(tiny, "POST", f"/{id_}/items", {"items": [user("a")]})):

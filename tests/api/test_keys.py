@@ -25,8 +25,8 @@ from test_server import failing, running
 from ssmd.api.http.keys import MAX_FILE_BYTES, MAX_KEYS, Caller, Keys, caller_of, read_keys
 from ssmd.api.http.security import PathRules, Rules, guarded
 from ssmd.config import Settings, SettingsError
-from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
 from ssmd.sessions.rows.database import FILE as DATABASE
+from ssmd.sessions.turn import EVERYBODY, NOBODY, Domain
 
 ALICE, OLD, BOB, SCREEN = "alice-has-this-one", "alice-had-this-one", "bob-has-this-one", "screens-look-at-this"
 FILE = f"""\

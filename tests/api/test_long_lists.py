@@ -18,7 +18,7 @@ from ssmd.api.openai.responses.stored import ConversationItems, ItemList, Page, 
 from ssmd.engine.terms import Rejection
 from ssmd.sessions.line import NOTHING, SILENCE
 from ssmd.sessions.reply import NewReply, ReplyKey
-from ssmd.sessions.rows import conversations, growth, paths, turns
+from ssmd.sessions.rows import conversations, paths, turns
 from ssmd.sessions.rows.excerpts import BLOCK, LONG
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
@@ -197,7 +197,7 @@ def test_a_response_of_an_old_state_is_not_appended(store: Store) -> None:
 
 
 def test_a_full_store_takes_no_more_conversations(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "_LEAST_TEXT_BYTES", 1000)
+    monkeypatch.setattr(turns, "_LEAST_TEXT_BYTES", 1000)
     with store.writing() as connection:
         conversations.create(connection, {}, NOW, "", 1000)
     with pytest.raises(StoreError, match="conversations take"), store.writing() as connection:

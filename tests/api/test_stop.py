@@ -18,7 +18,7 @@ from starlette.routing import Route
 from ssmd.api.http.keys import Caller, Keys, caller_of
 from ssmd.api.own.operations import OPERATIONS
 from ssmd.config import Settings
-from ssmd.sessions.domain import EVERYBODY
+from ssmd.sessions.turn import EVERYBODY
 
 TOKEN, KEY, SCREEN = "t" * 43, "correct-horse-battery", "screens-look-at-this"
 

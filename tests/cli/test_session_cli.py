@@ -20,10 +20,9 @@ from keeping import HYBRID, Chat, state_of, user
 
 from ssmd.cli import main
 from ssmd.cli import session as session_module
-from ssmd.sessions.checkpoint import NewCheckpoint
+from ssmd.sessions.checkpoint import ON_DISK, NewCheckpoint
 from ssmd.sessions.line import Line
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.sealing import ON_DISK
 from ssmd.sessions.store import Store
 
 

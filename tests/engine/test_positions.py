@@ -20,12 +20,12 @@ from ssmd.engine.persist.restore import SeenPrompts, inside
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, anchor
 from ssmd.sessions.rows.loose import SHARE
 from ssmd.sessions.rows.schema import checkpoint, segment
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Domain
 from ssmd.text.messages import Message
 from ssmd.text.template import TemplateInput
 from ssmd.text.tokenizer import Tokenizer

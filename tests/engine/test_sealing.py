@@ -17,13 +17,12 @@ from ssmd.engine.persist import writer as writer_module
 from ssmd.engine.request import Request
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.checkpoint import Digested, Scope, digest, prefix_keys
-from ssmd.sessions.domain import Domain
+from ssmd.sessions.checkpoint import ON_DISK, Digested, Scope, Seal, digest, prefix_keys
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows.loose import SHARE
-from ssmd.sessions.sealing import ON_DISK, Seal
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Domain
 from ssmd.text.messages import Message
 
 SYSTEM = Message("system", "You are the keeper of a lighthouse. " * 12)

@@ -9,9 +9,9 @@ from engine.test_engine import ask, user
 from engines import OwnEngine
 
 from ssmd.engine.persist import writer as writer_module
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Domain
 from ssmd.text.messages import Message
 
 SYSTEM = Message("system", "You keep the lighthouse at the end of the pier. " * 10)

@@ -24,9 +24,9 @@ from ssmd.engine.request import Beginning, Request
 from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.rows.schema import segment
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import EVERYBODY, Domain
 from ssmd.text.messages import Message
 
 CELL = 64

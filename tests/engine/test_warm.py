@@ -18,9 +18,9 @@ from ssmd.engine.request import Beginning
 from ssmd.engine.terms import Rejection
 from ssmd.model.artifact import Artifact
 from ssmd.runtime.protocol import Program
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Domain
 from ssmd.text.messages import Message
 from ssmd.text.template import TemplateInput
 

@@ -13,7 +13,6 @@ import pytest
 from keeping import HYBRID, LINEAGE, VOCABULARY, Chat, echo_of, find, new_store, user
 from sqlalchemy import event, select
 
-from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
 from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.fsck.repair import check, repair
 from ssmd.sessions.rows.database import FILE
@@ -23,7 +22,7 @@ from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.sessions import read_sessions
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError, UnknownSession, conversation
+from ssmd.sessions.turn import EVERYBODY, NOBODY, Domain, StoreError, UnknownSession, conversation
 
 ALICE, BOB = Domain("alice", ("alice", "")), Domain("bob", ("bob",))
 SHARED = Domain("bob", None)

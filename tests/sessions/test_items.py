@@ -19,10 +19,9 @@ from matching import Conversation, match, places
 from ssmd.sessions.files.sessionfile import SessionFileError
 from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.fsck.repair import check
-from ssmd.sessions.items import items_of, messages_of
 from ssmd.sessions.match import Chain, Echo, continues, known, with_ids_of
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import NewTurn
+from ssmd.sessions.turn import NewTurn, items_of, messages_of
 from ssmd.text.messages import Message, ToolCall
 
 DATA = Path(__file__).parents[1] / "data"

@@ -16,9 +16,9 @@ from keeping import HYBRID, Chat, echo_of, find, new_store, user
 from sqlalchemy import Connection, event
 from store_scale import fill
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.rows import sessions
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Domain
 
 FEW, MANY = 60, 1500
 _EACH = 10  # instructions between two looks

@@ -18,13 +18,12 @@ from keeping import START, Chat, answer, echo_of, new_store, user
 from matching import Conversation, Match, looked_up, match
 from sqlalchemy import event
 
-from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import NOTHING, SILENCE
 from ssmd.sessions.match import Chain, Echo, continues
 from ssmd.sessions.rows.snapshot import read_echoed
 from ssmd.sessions.rows.turns import to_micros
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import UnknownSession
+from ssmd.sessions.turn import EVERYBODY, Domain, UnknownSession
 from ssmd.text.messages import Message, ToolCall
 
 SYSTEM = Message("system", "Be brief.")

@@ -18,8 +18,8 @@ from ssmd.sessions.files.sessionfile import SessionFileError
 from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.fsck.repair import check, repair
 from ssmd.sessions.line import Ids
+from ssmd.sessions.rows.blobs import DamagedState
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.rows.parts import DamagedState
 from ssmd.sessions.store import Store
 
 DATA = Path(__file__).parents[1] / "data"

@@ -12,10 +12,10 @@ import pytest
 from cli.test_session_cli import Ssmd, ssmd
 from keeping import Chat, user
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.rows.partings import Parting
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Domain
 
 __all__ = ["ssmd"]
 CLOCK = "You keep the lighthouse. It is {}. Be brief.\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ssmd.sessions.checkpoint import IN_MEMORY, ON_DISK, Seal, SealedLine
 from ssmd.sessions.line import Line
-from ssmd.sessions.sealing import IN_MEMORY, ON_DISK, Seal, SealedLine
 
 
 def test_names_and_keys_differ_in_all_that_they_are_made_of() -> None:

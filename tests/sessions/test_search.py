@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from keeping import Chat, user
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.files.transfer import export_session, import_session
 from ssmd.sessions.rows import sessions
 from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError, UnknownSession
+from ssmd.sessions.turn import Domain, StoreError, UnknownSession
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from ssmd.sessions.files import sessionfile
 from ssmd.sessions.files.rereading import Rereader
 from ssmd.sessions.files.transfer import LocalModel, export_session, import_session
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.rows.growth import sealed
 from ssmd.sessions.rows.schema import checkpoint, turn
+from ssmd.sessions.rows.turns import sealed
 from ssmd.sessions.store import Store
 from ssmd.text.messages import Message
 from ssmd.text.tokenizer import Tokenizer

@@ -35,8 +35,8 @@ from ssmd.engine.persist.replay import events
 from ssmd.engine.request import Delta, Event, Failure, Finish, Recall, Request, Usage, label
 from ssmd.engine.sampling.trial import PendingTrial
 from ssmd.engine.terms import Rejection
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.reply import Reply
+from ssmd.sessions.turn import Domain
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -28,10 +28,9 @@ from ssmd.engine.host.host import Host
 from ssmd.engine.persist.replay import can_replay
 from ssmd.engine.request import Event, Finish, Request
 from ssmd.engine.terms import Rejection
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.claims import Claims, Held, RemoteReply, UnderWay
 from ssmd.sessions.reply import Reply, ReplyKey
-from ssmd.sessions.turn import StoreError
+from ssmd.sessions.turn import Domain, StoreError
 
 HEADER = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"

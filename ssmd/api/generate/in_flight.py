@@ -18,7 +18,7 @@ from ssmd.engine.decode.generation import Generation
 from ssmd.engine.decode.several import MultiPrompt
 from ssmd.engine.request import Delta, Event, Failure, Finish, FinishReason, Request, Usage
 from ssmd.engine.terms import Rejection
-from ssmd.sessions.domain import Domain
+from ssmd.sessions.turn import Domain
 
 _PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")  # of an id as the answer has it
 

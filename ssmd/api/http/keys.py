@@ -27,7 +27,7 @@ from typing import Any
 from ssmd.config import KEY, Settings, SettingsError
 from ssmd.engine.terms import Rejection
 from ssmd.machine import privatefile, textfile
-from ssmd.sessions.domain import EVERYBODY, NOBODY, Domain
+from ssmd.sessions.turn import EVERYBODY, NOBODY, Domain
 
 log = logging.getLogger(__name__)
 IN_KEY_HEADER = "x-api-key"

@@ -26,8 +26,7 @@ from ssmd.api.operation import Service
 from ssmd.api.own import pulls
 from ssmd.engine.host.host import DRAINING
 from ssmd.engine.prometheus import Exposition
-from ssmd.sessions.domain import Domain
-from ssmd.sessions.turn import StoreError
+from ssmd.sessions.turn import Domain, StoreError
 
 log = logging.getLogger(__name__)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"

@@ -30,11 +30,10 @@ from ssmd.engine.request import Finish, Request
 from ssmd.engine.terms import Rejection, Steps
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import CheckpointKind, Maker, NewCheckpoint, StoredCheckpoint
+from ssmd.sessions.checkpoint import IN_MEMORY, ON_DISK, CheckpointKind, Maker, NewCheckpoint, Seal, StoredCheckpoint
 from ssmd.sessions.line import Line
 from ssmd.sessions.remote.remote import RemoteState
 from ssmd.sessions.rows.warm import warm_turn
-from ssmd.sessions.sealing import IN_MEMORY, ON_DISK, Seal
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError, conversation
 from ssmd.text.messages import Message
 from ssmd.text.tokenizer import Tokenizer

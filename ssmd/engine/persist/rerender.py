@@ -23,9 +23,8 @@ from ssmd.engine.prompt.planner import Planner
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Passage
-from ssmd.sessions.turn import SessionInfo, StoreError
+from ssmd.sessions.turn import Domain, SessionInfo, StoreError
 from ssmd.text.template import NOTHING_MORE, TemplateInput
 
 log = logging.getLogger(__name__)

@@ -24,13 +24,11 @@ from ssmd.engine.prompt.planner import Prompt
 from ssmd.model.state import StateError
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Handle, Program
-from ssmd.sessions.checkpoint import Scope, StoredCheckpoint
-from ssmd.sessions.domain import Domain
+from ssmd.sessions.checkpoint import Scope, SealedLine, StoredCheckpoint
 from ssmd.sessions.line import Line, anchors
-from ssmd.sessions.rows.parts import DamagedState, RemovedState
-from ssmd.sessions.sealing import SealedLine
+from ssmd.sessions.rows.blobs import DamagedState, RemovedState
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError
+from ssmd.sessions.turn import Domain, StoreError
 
 log = logging.getLogger(__name__)
 FIRST = 1024  # tokens at which the widening grid begins for a recurrent state, which is stored whole each time

@@ -16,7 +16,6 @@ from ssmd.model.artifact import Manifest
 from ssmd.runtime import buckets
 from ssmd.runtime.protocol import Program
 from ssmd.sessions.checkpoint import Maker, Scope, StoredCheckpoint
-from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.match import known, with_ids_of
 from ssmd.sessions.remote.ends import RemoteReader
@@ -24,6 +23,8 @@ from ssmd.sessions.remote.link import Link
 from ssmd.sessions.rows.snapshot import Snapshot
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import (
+    EVERYBODY,
+    Domain,
     RenderedPrefix,
     SessionInfo,
     StoreError,

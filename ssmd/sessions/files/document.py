@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from ssmd.model.strict import Strict
-from ssmd.sessions.items import messages_of
-from ssmd.sessions.turn import ID_PATTERN, title_problem
+from ssmd.sessions.turn import ID_PATTERN, messages_of, title_problem
 from ssmd.text.messages import Message
 
 FORMAT: Literal[2] = 2

@@ -26,14 +26,13 @@ from ssmd.sessions.files.document import (
     as_entries,
 )
 from ssmd.sessions.files.sessionfile import SessionFileWriter, dtype_name
-from ssmd.sessions.items import items_of
 from ssmd.sessions.line import Ids
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.checkpoints import CheckpointRow
 from ssmd.sessions.rows.sessions import default_title
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import Session, StoreError, Turn, title_problem
+from ssmd.sessions.turn import Session, StoreError, Turn, items_of, title_problem
 
 States = Literal["newest", "all", "none"]
 _NO_IDS = np.empty(0, np.int32)

@@ -16,7 +16,8 @@ from sqlalchemy import Connection, delete, func, insert, literal_column, select,
 from ssmd.sessions.fsck.check import examine
 from ssmd.sessions.fsck.findings import Damage, Findings, Home, is_moment, is_text, is_time
 from ssmd.sessions.fsck.salvage import remove_unfinished, salvage
-from ssmd.sessions.rows import erasure, growth
+from ssmd.sessions.rows import erasure
+from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.faults import DamagedFile
 from ssmd.sessions.rows.holding import batches, count_all_again
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, metadata, reply, segment, session, turn
@@ -125,7 +126,7 @@ def _apply(connection: Connection, found: Findings) -> None:
         connection.execute(delete(checkpoint_segment).where(checkpoint_segment.c.segment.in_(numbers)))
         connection.execute(delete(segment).where(segment.c.id.in_(numbers)))
     for name in [n for n in found.told if n in found.unread or n in found.reworded]:
-        growth.restate(connection, name, found.told[name].said, keep=name not in found.unread)
+        turn_rows.restate(connection, name, found.told[name].said, keep=name not in found.unread)
     _sweep(connection)
     erasure.owe(connection)
 

@@ -8,16 +8,16 @@ from itertools import groupby
 
 from sqlalchemy import Connection, select, update
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.match import Chain
 from ssmd.sessions.remote.body import TurnBody, moment, new_turn, read_body
 from ssmd.sessions.remote.remote import InvalidTurn, Remote, TurnPlace
-from ssmd.sessions.rows import growth, outbox, sessions
+from ssmd.sessions.rows import outbox, sessions
+from ssmd.sessions.rows import turns as turn_rows
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn
 from ssmd.sessions.rows.turns import read_turn, taken, to_micros
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import NewTurn, SessionInfo, UnknownSession
+from ssmd.sessions.turn import Domain, NewTurn, SessionInfo, UnknownSession
 
 MAX_PATH = 10_000  # turns that are fetched at once
 MAX_PATH_BYTES = 256 << 20
@@ -103,7 +103,7 @@ def receive(store: Store, domain: Domain, path: Sequence[Arrival], vocabularies:
             if turns:
                 _write(connection, domain, session, bodies[-1], turns)
                 written += [one.id for one in turns]
-        growth.bound_text(connection, store.quota)
+        turn_rows.bound_text(connection, store.quota)
     return written
 
 
@@ -126,7 +126,7 @@ def _write(connection: Connection, domain: Domain, session: str, body: TurnBody,
         ahead = turns[0].parent == there.head  # else another branch is the current one here
         values = {"turns": there.turns + len(turns)} | ({"head": turns[-1].id} if ahead else {})
         connection.execute(update(session_table).where(_s.id == session).values(values))
-    growth.insert_turns(connection, turns, body.session.lineage, owner)
+    turn_rows.insert_turns(connection, turns, body.session.lineage, owner)
     if now is None:
         outbox.set_standing(connection, session, "shared")
 

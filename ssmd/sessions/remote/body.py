@@ -18,13 +18,12 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from ssmd.model.strict import Strict, too_many
 from ssmd.sessions.files.document import Count, Hex, Id, Short, TurnEntry, as_entries
-from ssmd.sessions.items import items_of
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage
 from ssmd.sessions.remote.remote import InvalidTurn, RemoteTurn, TurnPlace, UnknownVersion
 from ssmd.sessions.remote.signing import FORMAT, FORMATS, MachineKey, SignedRow, check_signature
-from ssmd.sessions.rows.turns import check_unicode, is_unicode, to_micros
+from ssmd.sessions.rows.turns import check_unicode, to_micros
 from ssmd.sessions.rows.warm import WARM
-from ssmd.sessions.turn import NewTurn, Session, StoreError, Turn, title_problem
+from ssmd.sessions.turn import NewTurn, Session, StoreError, Turn, is_unicode, items_of, title_problem
 
 M = TypeVar("M", bound=SignedRow)
 _MAX_OBJECTS = 400_000

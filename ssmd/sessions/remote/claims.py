@@ -15,13 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.body import read_body
 from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, Replies, ReplyClaim, ReplyRow, TurnPlace
 from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.rows import outbox, replies
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError
+from ssmd.sessions.turn import Domain, StoreError
 
 log = logging.getLogger(__name__)
 LEASE_S = 30.0  # s after its last sign until a machine that answers counts as gone, by the database's clock

@@ -28,7 +28,6 @@ from itertools import islice
 from pathlib import Path
 
 from ssmd.machine.privatefile import NOLINK
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.packs import FORMAT, MAX_NAMES, PACK, PART, FolderPacks, MountedFolder, digest_of, read_file
 from ssmd.sessions.remote.remote import (
     MAX_BODY_BYTES,
@@ -45,7 +44,7 @@ from ssmd.sessions.remote.remote import (
 )
 from ssmd.sessions.remote.retention import KeptState, Retention, RetentionCounts
 from ssmd.sessions.rows.outbox import Mark
-from ssmd.sessions.turn import ID_PATTERN
+from ssmd.sessions.turn import ID_PATTERN, Domain
 
 MARK = "ssmd-remote.json"
 _MAX_HEAD = 4096

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.match import Echo
 from ssmd.sessions.remote.allowance import Allowance
 from ssmd.sessions.remote.arrivals import fetch_path, receive
@@ -35,7 +34,7 @@ from ssmd.sessions.remote.sending import purge, send
 from ssmd.sessions.remote.signing import read_key
 from ssmd.sessions.rows import outbox
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError, UnknownSession
+from ssmd.sessions.turn import Domain, StoreError, UnknownSession
 from ssmd.text.messages import Message
 
 log = logging.getLogger(__name__)

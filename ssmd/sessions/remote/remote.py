@@ -6,10 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.retention import Retention, RetentionCounts
 from ssmd.sessions.rows.outbox import Mark
-from ssmd.sessions.turn import StoreError
+from ssmd.sessions.turn import Domain, StoreError
 
 MAX_BODY_BYTES = 64 << 20  # bytes of a turn
 MAX_ROW_BYTES = 64 << 10  # bytes of a state's row

@@ -1,4 +1,4 @@
-"""Checkpoints in the database: found by a prompt's ids, written, swept. parts.py reads their states."""
+"""Checkpoints in the database: found by a prompt's ids, written, swept. blobs.py reads their states."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ from sqlalchemy import (
 )
 
 from ssmd.model.state import StateError, StateSpec
-from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, digest, keys_of, of_machine, prefix_keys
-from ssmd.sessions.domain import Domain
+from ssmd.sessions.checkpoint import SEALS, Scope, Seal, StoredCheckpoint, digest, keys_of, of_machine, prefix_keys
 from ssmd.sessions.line import Line, anchors
-from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of
+from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of, segments_of
 from ssmd.sessions.rows.holding import add_stored_bytes
-from ssmd.sessions.rows.parts import segments_of
 from ssmd.sessions.rows.schema import (
     by,
     checkpoint,
@@ -45,8 +43,7 @@ from ssmd.sessions.rows.schema import (
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import as_they_are
-from ssmd.sessions.sealing import SEALS, Seal
-from ssmd.sessions.turn import StoreError
+from ssmd.sessions.turn import Domain, StoreError
 
 _BATCH = 500  # keys in one statement
 

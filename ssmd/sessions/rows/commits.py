@@ -18,24 +18,12 @@ from ssmd.model.state import StateSpec
 from ssmd.sessions.line import Line, Passage
 from ssmd.sessions.reply import NewReply
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
-from ssmd.sessions.rows import (
-    conversations,
-    database,
-    erasure,
-    growth,
-    holding,
-    paths,
-    replies,
-    retention,
-    sessions,
-    turns,
-)
-from ssmd.sessions.rows.blobs import EncodedCheckpoint, dtype_of, is_genuine
+from ssmd.sessions.rows import conversations, database, erasure, holding, paths, replies, retention, sessions, turns
+from ssmd.sessions.rows.blobs import DamagedState, EncodedCheckpoint, dtype_of, is_genuine, read_parts, segments_of
 from ssmd.sessions.rows.checkpoints import CheckpointResult, sweep
 from ssmd.sessions.rows.disk_space import DiskSpace
 from ssmd.sessions.rows.faults import DiskFull
 from ssmd.sessions.rows.holding import batches, count_again
-from ssmd.sessions.rows.parts import DamagedState, read_parts, segments_of
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, turn, turn_checkpoint
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.turn import NewTurn, SessionInfo, StoreError
@@ -67,10 +55,10 @@ def write(
 ) -> list[CheckpointResult]:
     """Write turns (siblings, the first becomes the head) of a new or known session, as Store.commit describes."""
     for turn_id, said in heard.items():
-        growth.heal(connection, turn_id, said)
+        turns.heal(connection, turn_id, said)
     sessions.touch_session(connection, new, session)
-    growth.insert_turns(connection, new, session.lineage, session.owner)
-    growth.bound_text(connection, quota)
+    turns.insert_turns(connection, new, session.lineage, session.owner)
+    turns.bound_text(connection, quota)
     placed = retention.place(connection, checkpoints, [t.id for t in new], session.id, quota)
     if reply is not None:
         replies.insert_reply(connection, reply, new, state_stored=ends_placed(new, checkpoints, placed))
@@ -120,7 +108,7 @@ def rewrite(
     """Replace the ids and the text of a turn, and the state after them; None if it is gone or was continued."""
     if not turns.is_leaf(connection, turn_id):
         return None
-    growth.rewrite(connection, turn_id, ids, text)
+    turns.rewrite(connection, turn_id, ids, text)
     session_id = connection.execute(select(turn_table.c.session).where(turn_table.c.id == turn_id)).scalar_one()
     strangers = checkpoint_rows.unlink_strangers(connection, turn_id, ids)
     holding.relink(connection, session_id, strangers)
@@ -142,8 +130,8 @@ def adopt(
     if turns.taken(connection, session.id, [t.id for t in new]):
         raise StoreError(f"session {session.id!r}, or one of its turns, is stored here already")
     sessions.insert_session(connection, new, session, head=head, now=turns.to_micros(datetime.now(UTC)), title=title)
-    growth.insert_turns(connection, new, session.lineage, session.owner)
-    growth.bound_text(connection, quota)
+    turns.insert_turns(connection, new, session.lineage, session.owner)
+    turns.bound_text(connection, quota)
     return retention.place(connection, checkpoints, [head], session.id, quota)
 
 

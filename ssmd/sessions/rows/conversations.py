@@ -15,12 +15,11 @@ from typing import Any
 
 from sqlalchemy import Connection, update
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import NOTHING, SILENCE
-from ssmd.sessions.rows import growth, sessions
+from ssmd.sessions.rows import sessions, turns
 from ssmd.sessions.rows.replies import read_parts, write_facts
 from ssmd.sessions.rows.schema import session as session_table
-from ssmd.sessions.turn import NewTurn, SessionInfo, TurnRemoved, UnknownSession
+from ssmd.sessions.turn import Domain, NewTurn, SessionInfo, TurnRemoved, UnknownSession
 from ssmd.text.messages import Message
 
 OPENING = "conversation"  # the finish of a conversation's first turn
@@ -119,8 +118,8 @@ def create(
     info = SessionInfo(one.id, "", NO_LINEAGE, clock, owner=owner, title="")
     turn = _turn(one, one.opening, None, (), OPENING, now)
     sessions.touch_session(connection, [turn], info)
-    growth.insert_turns(connection, [turn], NO_LINEAGE, owner)
-    growth.bound_text(connection, quota)
+    turns.insert_turns(connection, [turn], NO_LINEAGE, owner)
+    turns.bound_text(connection, quota)
     _write(connection, one)
     return one
 
@@ -150,8 +149,8 @@ def add(
     name = f"{one.opening[:-_PLACE_DIGITS]}{number:0{_PLACE_DIGITS}x}"
     turn = _turn(one, name, row.head, messages, ADDED, datetime.now(UTC))
     sessions.touch_session(connection, [turn], info)
-    growth.insert_turns(connection, [turn], info.lineage, info.owner)
-    growth.bound_text(connection, quota)
+    turns.insert_turns(connection, [turn], info.lineage, info.owner)
+    turns.bound_text(connection, quota)
     entry = replace(entry, number=number, turn=name, given=len(messages))
     _extend(connection, one, entry, messages)
     return entry

@@ -12,11 +12,9 @@ from typing import Any
 import xxhash
 from sqlalchemy import Connection, bindparam, func, select
 
-from ssmd.sessions.items import items_of, messages_of
-from ssmd.sessions.rows.growth import as_json
 from ssmd.sessions.rows.schema import turn as turn_table
-from ssmd.sessions.rows.turns import as_they_are
-from ssmd.sessions.turn import NewTurn, StoreError
+from ssmd.sessions.rows.turns import as_json, as_they_are
+from ssmd.sessions.turn import NewTurn, StoreError, items_of, messages_of
 from ssmd.text.messages import Message
 
 LONG = 256  # messages of a turn's input from which on its blocks are noted

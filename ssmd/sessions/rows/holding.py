@@ -31,7 +31,7 @@ from sqlalchemy import (
 from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.schema import checkpoint, checkpoint_segment, segment, total, turn, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
-from ssmd.sessions.rows.turns import is_unicode
+from ssmd.sessions.turn import is_unicode
 
 _BATCH = 500  # values in one statement
 _COUNT_AT_ONCE = 4  # turns up to which a session is counted within its commit

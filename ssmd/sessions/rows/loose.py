@@ -13,9 +13,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Integer, and_, cast, false, func, or_, select
 
+from ssmd.sessions.checkpoint import FIRST_NAME, IN_MEMORY, SEALS
 from ssmd.sessions.rows.checkpoints import sweep, use
 from ssmd.sessions.rows.schema import checkpoint, turn_checkpoint
-from ssmd.sessions.sealing import FIRST_NAME, IN_MEMORY, SEALS
 
 SHARE = 8  # unlinked checkpoints may take 1/SHARE of the quota
 THIN = 8  # of a conversation, states that are 1/THIN of their position or less from the next ones go first

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, select
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Ids
 from ssmd.sessions.rows.schema import by, seen
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import as_they_are, read_turn, turn_of
-from ssmd.sessions.turn import StoreError, Turn
+from ssmd.sessions.turn import Domain, StoreError, Turn
 
 _MOST = 64  # earlier turns with one parent that are compared, the newest ones
 _BEFORE, _AFTER = 24, 48  # characters that are shown before the place and behind it

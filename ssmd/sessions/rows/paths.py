@@ -13,8 +13,8 @@ from sqlalchemy import Connection, bindparam, select
 
 from ssmd.sessions.rows.replies import read_parts, write_facts
 from ssmd.sessions.rows.schema import turn as turn_table
-from ssmd.sessions.rows.turns import as_they_are, is_unicode, read_path_ids
-from ssmd.sessions.turn import NewTurn, StoreError
+from ssmd.sessions.rows.turns import as_they_are, read_path_ids
+from ssmd.sessions.turn import NewTurn, StoreError, is_unicode
 
 EVERY = 256  # turns
 _PART = "path"  # of a turn's facts

@@ -11,7 +11,6 @@ from typing import Any
 import xxhash
 from sqlalchemy import Connection, String, bindparam, delete, func, insert, select, type_coerce, update
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.reply import NewReply, Reply, ReplyKey
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import holding, outbox, tree
@@ -21,7 +20,7 @@ from ssmd.sessions.rows.schema import reply as reply_table
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
 from ssmd.sessions.rows.turns import LAST_MOMENT, as_they_are, to_micros, turn_of
-from ssmd.sessions.turn import NewTurn, Turn
+from ssmd.sessions.turn import Domain, NewTurn, Turn
 
 _r = reply_table.c
 # Built once: putting a statement together takes longer than running it.

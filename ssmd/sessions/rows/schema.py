@@ -29,7 +29,7 @@ from sqlalchemy import (
     text,
 )
 
-from ssmd.sessions.domain import Domain
+from ssmd.sessions.turn import Domain
 
 metadata = MetaData(
     naming_convention={

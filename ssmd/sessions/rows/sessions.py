@@ -28,7 +28,6 @@ from sqlalchemy import (
     update,
 )
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.rows import checkpoints as checkpoint_rows
 from ssmd.sessions.rows import erasure, holding, outbox, retention, tree
 from ssmd.sessions.rows import replies as reply_rows
@@ -47,6 +46,7 @@ from ssmd.sessions.rows.turns import (
 )
 from ssmd.sessions.turn import (
     BIDI,
+    Domain,
     NewTurn,
     Session,
     SessionInfo,

@@ -10,7 +10,6 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, literal, select
 
 from ssmd.sessions.checkpoint import Scope, StoredCheckpoint, of_machine, prefix_keys
-from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.line import Line
 from ssmd.sessions.match import Echo, continues
 from ssmd.sessions.rows import replies, sessions, turns
@@ -21,8 +20,8 @@ from ssmd.sessions.rows.paths import TurnPath
 from ssmd.sessions.rows.schema import by, checkpoint, seen, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.schema import turn as turn_table
-from ssmd.sessions.rows.turns import as_they_are, is_unicode, read_path, read_turn, turn_of
-from ssmd.sessions.turn import SessionInfo, StoreError, Turn, UnknownSession
+from ssmd.sessions.rows.turns import as_they_are, read_path, read_turn, turn_of
+from ssmd.sessions.turn import EVERYBODY, Domain, SessionInfo, StoreError, Turn, UnknownSession, is_unicode
 from ssmd.text.messages import Message
 
 _MOST = 4096  # turns read at once

@@ -12,13 +12,12 @@ from typing import Any
 from sqlalchemy import Connection, func, select, true
 
 from ssmd.sessions.checkpoint import Scope
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.rows import sessions as session_rows
 from ssmd.sessions.rows import tree
 from ssmd.sessions.rows.schema import checkpoint, serves_all, turn, turn_checkpoint
 from ssmd.sessions.rows.schema import session as session_table
 from ssmd.sessions.rows.turns import as_they_are, turn_of
-from ssmd.sessions.turn import NewTurn, Session, SessionInfo, StoreError, Turn
+from ssmd.sessions.turn import Domain, NewTurn, Session, SessionInfo, StoreError, Turn
 from ssmd.text.messages import Message
 
 WARM = "warm"  # the finish of a turn that is a warm beginning

@@ -15,7 +15,6 @@ import pytest
 from keeping import LINEAGE, VOCABULARY, Chat, new_store, user, whole
 from remotes import signed
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.line import NOTHING, SILENCE
 from ssmd.sessions.remote.body import TurnBody
@@ -25,7 +24,7 @@ from ssmd.sessions.remote.sending import purge, send
 from ssmd.sessions.remote.sharing import keep_local, pull_session, share, shareable
 from ssmd.sessions.remote.signing import own_key
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import NewTurn, StoreError
+from ssmd.sessions.turn import Domain, NewTurn, StoreError
 from ssmd.text.messages import Message, ToolCall
 
 IDS = {LINEAGE: VOCABULARY}

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from remotes import Place, turn
 
-from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.remote.remote import InvalidTurn, Remote, RemoteError, RemoteTurn, TurnPlace
+from ssmd.sessions.turn import EVERYBODY, Domain
 
 
 def at_once(place: Place, works: list[Callable[[Remote], object]], *, create: bool = False) -> list[BaseException]:

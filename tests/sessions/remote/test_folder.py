@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from remotes import turn
 
-from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.remote.folder import MARK, FolderRemote
 from ssmd.sessions.remote.remote import RemoteError, TurnPlace
+from ssmd.sessions.turn import EVERYBODY
 
 posix = pytest.mark.skipif(os.name != "posix", reason="modes and links are POSIX's")
 

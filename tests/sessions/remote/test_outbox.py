@@ -18,7 +18,6 @@ import pytest
 from keeping import BUILD, HYBRID, LINEAGE, PRODUCER, VOCABULARY, Chat, new_store, user
 
 from ssmd.sessions.checkpoint import Maker, Scope
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.remote import sending
 from ssmd.sessions.remote.ends import RemoteReader, send_end
@@ -32,7 +31,7 @@ from ssmd.sessions.rows.database import FILE
 from ssmd.sessions.rows.outbox import OutboxRow
 from ssmd.sessions.rows.warm import WARM
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError
+from ssmd.sessions.turn import Domain, StoreError
 
 HERE = Path(__file__).parents[2]
 READER = RemoteReader(Maker(Scope(HYBRID.digest(), LINEAGE, BUILD), PRODUCER, HYBRID), VOCABULARY)

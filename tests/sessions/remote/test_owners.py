@@ -28,7 +28,6 @@ from sessions.remote.test_contract import (
     test_what_was_published_first_stays,
 )
 
-from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.remote import packs as packs_module
 from ssmd.sessions.remote.postgres import leases
 from ssmd.sessions.remote.postgres import postgres as statements
@@ -38,6 +37,7 @@ from ssmd.sessions.remote.postgres.server import Server
 from ssmd.sessions.remote.remote import Quota, RemoteError, RemoteTurn, ReplyClaim, ReplyRow, TurnPlace
 from ssmd.sessions.remote.retention import Retention
 from ssmd.sessions.rows.outbox import Mark
+from ssmd.sessions.turn import EVERYBODY
 
 __all__ = (  # run here too: `remote` is bob's, and ann's has the same ids, some of them removed
     "test_a_buried_session_never_returns",

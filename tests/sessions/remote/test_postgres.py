@@ -16,7 +16,6 @@ from cluster import Cluster
 from modules import MODULES
 from remotes import DatabasePlace, turn
 
-from ssmd.sessions.domain import EVERYBODY, Domain
 from ssmd.sessions.remote import packs as packs_module
 from ssmd.sessions.remote.postgres import leases, schema
 from ssmd.sessions.remote.postgres import server as server_module
@@ -24,6 +23,7 @@ from ssmd.sessions.remote.postgres.address import read_address
 from ssmd.sessions.remote.postgres.postgres import PostgresRemote
 from ssmd.sessions.remote.postgres.server import Server
 from ssmd.sessions.remote.remote import InvalidTurn, RemoteError, TurnPlace
+from ssmd.sessions.turn import EVERYBODY, Domain
 
 FIRST = TurnPlace("ses_1", "t1")
 

@@ -19,12 +19,12 @@ from buckets import BucketServer
 from keeping import SPECS, Chat, new_store
 from remotes import BucketPlace, DatabasePlace, FolderPlace, Place
 
-from ssmd.sessions.domain import EVERYBODY
 from ssmd.sessions.remote.ends import send_end
 from ssmd.sessions.remote.remote import Remote, RemoteError, RemoteTurn, TurnPlace
 from ssmd.sessions.remote.sending import send
 from ssmd.sessions.remote.survey import check, copy
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import EVERYBODY
 
 DOCS = Path(__file__).parents[3] / "docs" / "remote.md"
 PLACE = TurnPlace("ses_1", "t2")

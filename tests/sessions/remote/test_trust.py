@@ -28,7 +28,6 @@ from remotes import signed
 
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, Scope
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.fsck.repair import check
 from ssmd.sessions.remote import survey
 from ssmd.sessions.remote.body import TurnBody
@@ -41,6 +40,7 @@ from ssmd.sessions.remote.signing import MachineKey, new_key, own_key
 from ssmd.sessions.rows import trust
 from ssmd.sessions.rows.warm import warm_turn
 from ssmd.sessions.store import Store
+from ssmd.sessions.turn import Domain
 
 FIRST, SECOND = TurnPlace("ses_1", "t1"), TurnPlace("ses_1", "t2")
 STRANGER = MachineKey(Ed25519PrivateKey.generate())

@@ -11,8 +11,8 @@ import pytest
 from keeping import HYBRID, Chat, assert_same, echo_of, find, new_store, state_of, user
 
 from ssmd.sessions.fsck.repair import check
+from ssmd.sessions.rows.blobs import DamagedState
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.rows.parts import DamagedState
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import StoreError
 

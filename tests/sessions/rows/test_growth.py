@@ -35,8 +35,8 @@ from ssmd.sessions.checkpoint import NewCheckpoint
 from ssmd.sessions.fsck.repair import check, repair
 from ssmd.sessions.line import NOTHING, SILENCE, Line, Passage
 from ssmd.sessions.rows.database import FILE
-from ssmd.sessions.rows.growth import _MAX_STEMS
 from ssmd.sessions.rows.schema import turn as turn_table
+from ssmd.sessions.rows.turns import _MAX_STEMS
 from ssmd.sessions.store import Store
 from ssmd.sessions.turn import NewTurn, RenderedPrefix, StoreError, Turn, conversation
 from ssmd.text.messages import Message

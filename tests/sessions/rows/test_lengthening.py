@@ -10,11 +10,10 @@ from keeping import ATTENTION, Chat, assert_same, new_store, state_of
 
 from ssmd.model.state import Part, State
 from ssmd.sessions.checkpoint import StoredCheckpoint
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.line import Ids, Line
 from ssmd.sessions.rows.blobs import joined
 from ssmd.sessions.store import Store
-from ssmd.sessions.turn import StoreError
+from ssmd.sessions.turn import Domain, StoreError
 
 CELL = 8
 EVERY = Domain("", None)

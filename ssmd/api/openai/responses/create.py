@@ -32,7 +32,7 @@ from ssmd.api.operation import Endpoint, Service
 from ssmd.engine.engine import Engine
 from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejection
-from ssmd.sessions.domain import Domain
+from ssmd.sessions.turn import Domain
 
 MAX_KEPT_CHARS = 1 << 20  # of a stored response's echo, in JSON: the event loop writes it while the answer is under way
 

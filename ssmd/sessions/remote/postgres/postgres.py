@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from sqlalchemy import Connection, TextClause, text
 
-from ssmd.sessions.domain import Domain
 from ssmd.sessions.remote.packs import FORMAT, FolderPacks, MountedFolder
 from ssmd.sessions.remote.postgres import leases, schema
 from ssmd.sessions.remote.postgres.address import BucketAddress, read_address
@@ -38,7 +37,7 @@ from ssmd.sessions.remote.remote import (
 )
 from ssmd.sessions.remote.retention import KeptState, Retention, RetentionCounts
 from ssmd.sessions.rows.outbox import Mark
-from ssmd.sessions.turn import ID_PATTERN, StoreError
+from ssmd.sessions.turn import ID_PATTERN, Domain, StoreError
 
 log = logging.getLogger(__name__)
 MARK = "ssmd-packs.json"
