@@ -29,7 +29,7 @@ from daemon_process import DaemonProcess, conditions
 from resume import story
 
 from ssmd.api.http.body import parse_object
-from ssmd.api.openai.chat_body import read_chat, to_request
+from ssmd.api.openai.chat import read_chat, to_request
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics

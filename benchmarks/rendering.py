@@ -22,7 +22,7 @@ from typing import Any
 from daemon_process import conditions
 
 from ssmd.api.http.body import parse_object
-from ssmd.api.openai.chat_body import read_chat, to_request
+from ssmd.api.openai.chat import read_chat, to_request
 from ssmd.model.artifact import SpecialTokens
 from ssmd.text.messages import Message
 from ssmd.text.template import ChatTemplate

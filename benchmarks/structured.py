@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 from daemon_process import conditions
 
-from ssmd.api.openai.structured import of_grammar, of_regex, of_schema
+from ssmd.api.openai.fields import of_grammar, of_regex, of_schema
 from ssmd.config import Settings
 from ssmd.engine.engine import Engine
 from ssmd.engine.metrics import Metrics

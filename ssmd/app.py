@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
+from ssmd.api.generate.answer import InFlightAnswers
 from ssmd.api.generate.fair_reading import Gate
-from ssmd.api.generate.in_flight import InFlightAnswers
-from ssmd.api.http.access import AccessLog
-from ssmd.api.http.keys import Keys
+from ssmd.api.http.access import AccessLog, Keys
 from ssmd.api.http.security import Rules, guarded
 from ssmd.api.operation import Service, path_rules, routes
 from ssmd.api.operations import OPERATIONS

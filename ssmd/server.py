@@ -24,8 +24,7 @@ import uvicorn
 
 from ssmd import __version__
 from ssmd.api.http import connections
-from ssmd.api.http.access import AccessLog
-from ssmd.api.http.keys import Keys
+from ssmd.api.http.access import AccessLog, Keys
 from ssmd.config import Settings
 from ssmd.daemon import discovery
 from ssmd.daemon.discovery import Address

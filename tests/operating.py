@@ -9,9 +9,9 @@ from typing import cast
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from ssmd.api.generate.answer import InFlightAnswers
 from ssmd.api.generate.fair_reading import Gate
-from ssmd.api.generate.in_flight import InFlightAnswers
-from ssmd.api.http.keys import Keys
+from ssmd.api.http.access import Keys
 from ssmd.api.http.security import Rules, guarded
 from ssmd.api.operation import Operation, Service, path_rules, routes
 from ssmd.config import Settings

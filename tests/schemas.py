@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ssmd.api.openai.structured import of_schema
+from ssmd.api.openai.fields import of_schema
 from ssmd.engine.terms import Grammar
 
 NAMES = ("name", "the_name_of_the_city", "tags", "is open", "größe", 'a"b', "n")

@@ -17,12 +17,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ssmd.api.generate.answer import Read
+from ssmd.api.generate.answer import InFlightAnswers, Read
 from ssmd.api.generate.fair_reading import FairPool, Gate
 from ssmd.api.generate.front import Front
-from ssmd.api.generate.in_flight import InFlightAnswers
+from ssmd.api.http.access import Keys
 from ssmd.api.http.errors import ErrorForm
-from ssmd.api.http.keys import Keys
 from ssmd.api.http.security import READING, PathRules
 from ssmd.api.http.sse import EVENTS as SERVER_SENT
 from ssmd.api.http.sse import StreamFormat

@@ -1,7 +1,7 @@
 """The adapter from messages, tools and variables to a template's input, in which all control tokens' text is inert.
 
 Input from outside is hostile, a tool's result most of all. For a template that does not support tools they are written
-as plain text in the Hermes format. Most open models were trained on it, so models that were not can often follow it too.
+as plain text in the Hermes format. Most open models were trained on it, so others can often follow it too.
 """
 
 from __future__ import annotations

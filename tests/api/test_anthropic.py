@@ -17,7 +17,7 @@ from serving import Answer
 
 from ssmd.api.anthropic.body import MessagesBody
 from ssmd.api.http.errors import IGNORED
-from ssmd.api.openai.chat_body import AnswerBody
+from ssmd.api.openai.chat import AnswerBody
 from ssmd.sessions.rows.checkpoints import CheckpointResult
 from ssmd.sessions.rows.faults import DiskFull
 

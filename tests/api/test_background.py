@@ -26,8 +26,7 @@ from saying import Saying
 from serving import Answer
 from several import LLAMA, Several
 
-from ssmd.api.generate.delivery import Delivery
-from ssmd.api.generate.in_flight import InFlightAnswer, InFlightAnswers
+from ssmd.api.generate.answer import Delivery, InFlightAnswer, InFlightAnswers
 from ssmd.api.http.sse import EventStream
 from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
 from ssmd.api.openai.responses.background import follow

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from ssmd.api.http.body import parse_object
-from ssmd.api.openai.chat_body import NOT_BUILT, read_chat, to_request
+from ssmd.api.openai.chat import NOT_BUILT, read_chat, to_request
 from ssmd.api.operations import OPERATIONS
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Rejection

@@ -30,8 +30,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api.generate import delivery
-from ssmd.api.generate.delivery import ClientGone
+from ssmd.api.generate import answer
+from ssmd.api.generate.answer import ClientGone
 from ssmd.api.http import connections
 from ssmd.api.http.connections import LATE_BYTES, Limits, LogLimiter
 from ssmd.engine.request import Delta
@@ -393,14 +393,14 @@ def test_at_a_socket_clients_are_told_apart_by_process(tmp_path: Path) -> None:
 
 
 def test_who_reads_too_slowly_fills_no_disk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(delivery.log, "filters", [])
-    monkeypatch.setattr(delivery, "MOST_WAITING", 0)
+    monkeypatch.setattr(answer.log, "filters", [])
+    monkeypatch.setattr(answer, "MOST_WAITING", 0)
     connections.limit(uvicorn.Config(_app, log_config=None), Limits())
 
     async def many() -> None:
         for _ in range(1000):
             with pytest.raises(ClientGone):
-                delivery.Delivery()(Delta(0, "a"))
+                answer.Delivery()(Delta(0, "a"))
 
     asyncio.run(many())
     assert len([one for one in caplog.records if "reads so slowly" in one.getMessage()]) == 30

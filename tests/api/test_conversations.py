@@ -28,7 +28,7 @@ from keyfile import bearer, written
 from saying import Saying
 from serving import Answer
 
-from ssmd.api.generate.in_flight import InFlightAnswers
+from ssmd.api.generate.answer import InFlightAnswers
 from ssmd.api.openai.responses.state import History
 from ssmd.config import Settings
 from ssmd.engine.terms import Rejection

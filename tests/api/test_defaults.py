@@ -15,7 +15,7 @@ from daemon import CHAT, Daemon, daemon
 from saying import Saying
 from serving import Served, serving
 
-from ssmd.api.openai.chat_body import read_chat, to_request
+from ssmd.api.openai.chat import read_chat, to_request
 from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.engine.host.opening import close_host, open_host

@@ -18,7 +18,7 @@ from openai_client import client_python
 
 from ssmd.api.http.body import parse_object
 from ssmd.api.http.errors import IGNORED
-from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
+from ssmd.api.openai.chat import NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.openai.fields import MAX_PATHS_CHARS, MOST_NAMED, Fields, printable
 from ssmd.config import Settings
 from ssmd.model.artifact import SpecialTokens

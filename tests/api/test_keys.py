@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from test_server import failing, running
 
-from ssmd.api.http.keys import MAX_FILE_BYTES, MAX_KEYS, Caller, Keys, caller_of, read_keys
+from ssmd.api.http.access import MAX_FILE_BYTES, MAX_KEYS, Caller, Keys, caller_of, read_keys
 from ssmd.api.http.security import PathRules, Rules, guarded
 from ssmd.config import Settings, SettingsError
 from ssmd.sessions.rows.database import FILE as DATABASE

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from ssmd.api.generate.fair_reading import FairPool
-from ssmd.api.http.keys import Keys
+from ssmd.api.http.access import Keys
 from ssmd.api.openai import chat
 from ssmd.api.openapi import described
 from ssmd.api.operation import BODY, Operation, Right, Service

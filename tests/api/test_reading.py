@@ -16,10 +16,10 @@ from conftest import TinyArtifacts
 from daemon import daemon, request, soon
 from starlette.requests import Request
 
-from ssmd.api.generate import delivery, fair_reading, front
-from ssmd.api.generate.delivery import ClientGone, Delivery
+from ssmd.api.generate import answer, fair_reading, front
+from ssmd.api.generate.answer import ClientGone, Delivery
 from ssmd.api.generate.fair_reading import AT_ONCE, LONG_BYTES, FairPool, SharedResult, client_of
-from ssmd.api.http.keys import Caller, set_caller
+from ssmd.api.http.access import Caller, set_caller
 from ssmd.api.openai import tokenize
 from ssmd.engine.engine import Engine
 from ssmd.engine.prompt.planner import Planner
@@ -297,12 +297,12 @@ def test_a_text_of_too_many_tokens_is_refused_unread(artifacts: TinyArtifacts, m
     monkeypatch.setattr(tokenize, "MAX_TOKENS", 1000)
     with daemon(artifacts["llama-f32"], None) as one:
         monkeypatch.setattr(Tokenizer, "read", read)
-        answer = one.served.ask("POST", "/tokenize", {"model": one.model, "content": "a b " * 600})
-        assert (answer.status, answer.error["param"]) == (400, "content")
+        refused = one.served.ask("POST", "/tokenize", {"model": one.model, "content": "a b " * 600})
+        assert (refused.status, refused.error["param"]) == (400, "content")
 
 
 def test_who_reads_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "MOST_WAITING", 3)
+    monkeypatch.setattr(answer, "MOST_WAITING", 3)
 
     async def run() -> None:
         one = Delivery()

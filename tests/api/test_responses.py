@@ -18,7 +18,7 @@ from saying import Saying
 from serving import Answer
 
 from ssmd.api.http.errors import IGNORED
-from ssmd.api.openai.chat_body import AnswerBody
+from ssmd.api.openai.chat import AnswerBody
 from ssmd.api.openai.responses.body import ResponsesBody
 
 Fields = dict[str, Any]

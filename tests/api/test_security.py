@@ -14,8 +14,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ssmd.api.http import security
+from ssmd.api.http.access import Keys
 from ssmd.api.http.body import parse_object, read_body
-from ssmd.api.http.keys import Keys
 from ssmd.api.http.security import PathRules, Rules, guarded
 from ssmd.config import Settings
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api.http.keys import Caller, Keys, caller_of
+from ssmd.api.http.access import Caller, Keys, caller_of
 from ssmd.api.own.operations import OPERATIONS
 from ssmd.config import Settings
 from ssmd.sessions.turn import EVERYBODY

@@ -16,17 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ssmd.api.http.keys import (
-    KEY_S,
-    MOST_KEYS,
-    MOST_TICKETS,
-    TICKET_S,
-    Grant,
-    Grants,
-    Keys,
-    caller_of,
-    digest_of,
-)
+from ssmd.api.http.access import KEY_S, MOST_KEYS, MOST_TICKETS, TICKET_S, Grant, Grants, Keys, caller_of, digest_of
 from ssmd.api.own.operations import OPERATIONS
 from ssmd.config import Settings
 

@@ -12,7 +12,7 @@ from api.test_chat_body import HELLO, read, refused
 from conftest import TinyArtifacts
 from daemon import Daemon, daemon, quiet
 
-from ssmd.api.openai.chat_body import read_chat, to_request
+from ssmd.api.openai.chat import read_chat, to_request
 from ssmd.api.openai.messages import read_messages
 from ssmd.text.messages import BlockEnd, Message, ToolCall
 from ssmd.text.template import NOTHING_MORE, TemplateInput

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ssmd.api.openai.chat_body import read_chat
+from ssmd.api.openai.chat import read_chat
 from ssmd.cli import app
 from ssmd.cli.chat.options import NAMES, ChatOptions
 from ssmd.model.defaults import OPTIONS

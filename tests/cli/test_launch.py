@@ -26,7 +26,7 @@ from noted import note_all
 from serving import serving
 from standing import TOKEN, found_at
 
-from ssmd.api.http.keys import Keys
+from ssmd.api.http.access import Keys
 from ssmd.app import create_app
 from ssmd.cli.launch.agents import AGENTS, Beginning, Target
 from ssmd.config import Settings

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import vocabularies
 
-from ssmd.api.openai.structured import of_regex, of_schema
+from ssmd.api.openai.fields import of_regex, of_schema
 from ssmd.engine.sampling.grammar import Grammars
 from ssmd.engine.terms import Grammar
 from ssmd.text.calls.forced import forced

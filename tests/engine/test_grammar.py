@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from schemas import grammar_of, schemas
 from vocabularies import each_kind
 
-from ssmd.api.openai.structured import of_choice, of_grammar, of_regex, of_schema
+from ssmd.api.openai.fields import of_choice, of_grammar, of_regex, of_schema
 from ssmd.engine.sampling.grammar import FORCED_LEAST, MAX_BYTES, Grammars, Guide
 from ssmd.engine.terms import Grammar, Rejection
 

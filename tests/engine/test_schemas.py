@@ -16,7 +16,7 @@ from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ssmd.api.openai.structured import of_schema
+from ssmd.api.openai.fields import of_schema
 from ssmd.engine.sampling.grammar import Grammars
 from ssmd.engine.terms import Grammar, Rejection
 

@@ -16,7 +16,7 @@ import pytest
 import vocabularies
 from daemon import soon
 
-from ssmd.api.openai.structured import of_choice, of_grammar, of_regex, of_schema
+from ssmd.api.openai.fields import of_choice, of_grammar, of_regex, of_schema
 from ssmd.engine.host.host import KEEP_ALIVE_S
 from ssmd.engine.sampling import kept, trial
 from ssmd.engine.sampling.grammar import Grammars

@@ -8,11 +8,9 @@ from typing import Any, Literal, NoReturn
 
 from ssmd.api.anthropic.conversation import read_conversation
 from ssmd.api.http.body import Id, brief, validate
-from ssmd.api.openai.chat_body import AnswerBody, GenerationBody, Stops, generation, without_refused
-from ssmd.api.openai.fields import OTHERS, Neutral
-from ssmd.api.openai.messages import is_marked
-from ssmd.api.openai.structured import of_schema
-from ssmd.api.openai.tools import MAX_TOOLS, checked_tools, tool_of
+from ssmd.api.openai.chat import AnswerBody, GenerationBody, Stops, generation, without_refused
+from ssmd.api.openai.fields import OTHERS, Neutral, of_schema
+from ssmd.api.openai.messages import MAX_TOOLS, checked_tools, is_marked, tool_of
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.model.defaults import MAX_INT, Defaults

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ssmd.api.anthropic import body as messages_body
 from ssmd.api.anthropic import messages
 from ssmd.api.anthropic.errors import OVERLOADED, error_form
+from ssmd.api.openai.messages import MAX_TOOLS
 from ssmd.api.openai.operations import KEEP, LIMIT
-from ssmd.api.openai.tools import MAX_TOOLS
 from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Operation, RequestBody, Schema
 
 _INSTEAD = {503: OVERLOADED}  # Anthropic's clients come back after a 529; they know no 503

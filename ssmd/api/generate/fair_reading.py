@@ -19,9 +19,9 @@ from typing import Generic, TypeVar
 
 from starlette.requests import Request
 
-from ssmd.api.generate.delivery import Delivery
+from ssmd.api.generate.answer import Delivery
+from ssmd.api.http.access import caller_of
 from ssmd.api.http.body import Model, parse_object, read_body, validate
-from ssmd.api.http.keys import caller_of
 from ssmd.machine.hosts import place_of
 from ssmd.machine.processor import give_way
 

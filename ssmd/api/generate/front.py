@@ -19,15 +19,25 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api.generate.answer import Answer, ParsedRequest, Read, Receipt, ResponseInfo, WholeChoice
-from ssmd.api.generate.delivery import AnswerStopped, ClientGone, Delivery
+from ssmd.api.generate.answer import (
+    Answer,
+    AnswerStopped,
+    ClientGone,
+    Delivery,
+    InFlightAnswer,
+    InFlightAnswers,
+    ParsedRequest,
+    Read,
+    Receipt,
+    ResponseInfo,
+    WholeChoice,
+)
 from ssmd.api.generate.fair_reading import LONG_BYTES, Gate, client_of
 from ssmd.api.generate.idempotency import OVERTAKEN, Attempt, Repeats, RequestIdentity, in_place_of, read_mark
-from ssmd.api.generate.in_flight import InFlightAnswer, InFlightAnswers
 from ssmd.api.http import access, sse
+from ssmd.api.http.access import caller_of
 from ssmd.api.http.body import parse_object, read_body
 from ssmd.api.http.errors import INTERNAL
-from ssmd.api.http.keys import caller_of
 from ssmd.engine.host.host import Host
 from ssmd.engine.host.loader import LeaseRequest, ModelLease
 from ssmd.engine.metrics import CANCELLED, STOPPED

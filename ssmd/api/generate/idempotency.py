@@ -21,7 +21,7 @@ from functools import partial
 
 from starlette.datastructures import Headers
 
-from ssmd.api.generate.delivery import Delivery
+from ssmd.api.generate.answer import Delivery
 from ssmd.api.generate.fair_reading import FairPool
 from ssmd.api.http.body import brief
 from ssmd.engine.host.host import Host
@@ -33,7 +33,6 @@ from ssmd.sessions.reply import Reply, ReplyKey
 from ssmd.sessions.turn import Domain, StoreError
 
 HEADER = "Idempotency-Key"
-REPLAYED = "Idempotent-Replayed"
 NAMED_LASTS = timedelta(hours=24)
 RETRY_LASTS = timedelta(minutes=10)
 FAILURE_LASTS_S = 120.0  # the longest that the OpenAI SDK lets a server delay its retry

@@ -51,7 +51,7 @@ TOO_MANY = "too many connections"
 _LOGGERS = (
     *("asyncio", "uvicorn.error"),
     *("ssmd.api.http.connections", "ssmd.api.http.security", "ssmd.api.generate.front"),
-    *("ssmd.api.generate.delivery", "ssmd.api.generate.in_flight", "ssmd.api.own.sessions"),
+    *("ssmd.api.generate.answer", "ssmd.api.generate.answer", "ssmd.api.own.sessions"),
     "ssmd.api.openai.responses.background",
 )
 _BY_STRANGERS = {  # messages that any client can cause: how often a minute each is logged

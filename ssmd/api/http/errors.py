@@ -22,6 +22,7 @@ ExceptionHandler = Callable[[Request, Exception], Awaitable[Response]]
 ErrorForm = Callable[[Rejection, str], tuple[int, Mapping[str, Any]]]  # (status, body) of an error and a request's id
 MAX_MESSAGE_CHARS = 2000
 IGNORED = "x-ssmd-ignored"  # the header that names the fields of a request that were ignored
+REPLAYED = "Idempotent-Replayed"  # the header of an answer that an earlier request got
 _FORM = "ssmd.error_form"  # in a scope: (ErrorForm, id of the request)
 INTERNAL = Rejection("the daemon failed on this request; its log says why", status=500, code="internal_error")
 

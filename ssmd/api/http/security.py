@@ -29,10 +29,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ssmd.api.http import access
-from ssmd.api.http.access import AccessLog
+from ssmd.api.http.access import IN_KEY_HEADER, AccessLog, Caller, Keys, set_caller
 from ssmd.api.http.body import brief
 from ssmd.api.http.errors import HANDLERS, ErrorForm, error_response, set_form
-from ssmd.api.http.keys import IN_KEY_HEADER, Caller, Keys, set_caller
 from ssmd.config import Settings
 from ssmd.engine.request import label
 from ssmd.engine.terms import Rejection

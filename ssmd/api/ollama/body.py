@@ -10,16 +10,9 @@ from pydantic import Field
 
 from ssmd.api.http.body import WHOLE, Id, StrictModel, brief, validate
 from ssmd.api.ollama.conversation import as_openai, read_images, unpack
-from ssmd.api.openai.chat_body import (
-    GenerationBody,
-    KeepAlive,
-    generation,
-    without_refused,
-)
-from ssmd.api.openai.fields import Neutral
-from ssmd.api.openai.messages import read_messages
-from ssmd.api.openai.structured import of_schema
-from ssmd.api.openai.tools import read_given
+from ssmd.api.openai.chat import GenerationBody, KeepAlive, generation, without_refused
+from ssmd.api.openai.fields import Neutral, of_schema
+from ssmd.api.openai.messages import read_given, read_messages
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.model.defaults import BREAKERS, OPTIONS, Defaults

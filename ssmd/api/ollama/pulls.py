@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api.generate.delivery import ClientGone, Delivery, watched
+from ssmd.api.generate.answer import ClientGone, Delivery, watched
 from ssmd.api.generate.fair_reading import client_of
 from ssmd.api.http import sse
 from ssmd.api.http.body import validate

@@ -15,7 +15,7 @@ from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeC
 from ssmd.api.http import sse
 from ssmd.api.http.body import WHOLE, brief, validate, whole_list
 from ssmd.api.http.errors import error_body
-from ssmd.api.openai.chat_body import MAX_N, NOT_BUILT, GenerationBody, generation, without_refused
+from ssmd.api.openai.chat import MAX_N, NOT_BUILT, GenerationBody, generation, without_refused
 from ssmd.api.openai.fields import Fields, Neutral
 from ssmd.api.operation import Endpoint, Service
 from ssmd.engine.host.host import Host

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from ssmd.api.openai import chat, chat_body, completions, tokenize, unserved
-from ssmd.api.openai.messages import MAX_CALLS
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from ssmd import __version__
+from ssmd.api.models import Models
+from ssmd.api.openai import chat, completions, tokenize, unserved
+from ssmd.api.openai.messages import MAX_CALLS, MAX_TOOLS
 from ssmd.api.openai.tokenize import Texts
-from ssmd.api.openai.tools import MAX_TOOLS
-from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Operation, RequestBody, Schema
-from ssmd.api.own import status
-from ssmd.api.own.models import Models
+from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, Endpoint, Operation, RequestBody, Schema, Service
 
 _TEXT_PARTS: Schema = {
     "type": "array",
@@ -83,8 +85,8 @@ _PROMPT: Schema = {
     ]
 }
 _CHAT = RequestBody(
-    chat_body.ChatBody,
-    chat_body.NOT_BUILT,
+    chat.ChatBody,
+    chat.NOT_BUILT,
     {"messages": MESSAGES, "tools": TOOLS, "stop": _STOP, "keep_alive": KEEP, **_LIMITS},
     lenient=True,
 )
@@ -101,17 +103,38 @@ _MODELS = (
     "follow"
 )
 
+
+def root(on: Service) -> Endpoint:
+    """Build the endpoint of /v1 and /v1/."""
+    served = [one for one in on.operations if one.path.startswith("/v1/") and one.path != "/v1/" and one.status < 300]
+    description = {
+        "object": "ssmd",
+        "name": "ssmd",
+        "version": __version__,
+        "description": "a daemon that answers OpenAI's clients with the models of this machine",
+        "page": "/",
+        "docs": "/docs",
+        "openapi": "/openapi.json",
+        "endpoints": [f"{one.method} {one.template}" for one in served],
+    }
+
+    async def answer(request: Request) -> JSONResponse:
+        return JSONResponse(description)
+
+    return answer
+
+
 OPERATIONS = (
     Operation(
         "GET",
         "/v1",
-        status.root,
+        root,
         "OpenAI",
         "This daemon, and its endpoints",
         about="a description of the daemon: version, page, documents and endpoints, in JSON",
         answer="Root",
     ),
-    Operation("GET", "/v1/", status.root, "OpenAI", "The same", about="the same", answer="Root"),
+    Operation("GET", "/v1/", root, "OpenAI", "The same", about="the same", answer="Root"),
     Operation(
         "POST",
         "/v1/chat/completions",

@@ -13,12 +13,12 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ssmd.api.generate.delivery import ClientGone, Delivery, watched
+from ssmd.api.generate.answer import ClientGone, Delivery, watched
 from ssmd.api.generate.fair_reading import client_of
+from ssmd.api.http.access import caller_of
 from ssmd.api.http.body import StrictModel, object_with, parse_object, read_body, validate, whole_list
 from ssmd.api.http.errors import IGNORED
-from ssmd.api.http.keys import caller_of
-from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, read_chat, to_request
+from ssmd.api.openai.chat import NOT_BUILT, ChatBody, read_chat, to_request
 from ssmd.api.openai.fields import Fields
 from ssmd.api.operation import Service
 from ssmd.engine.engine import Engine

@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from ssmd import __version__
 from ssmd.api.generate.fair_reading import FairPool, client_of, shared
 from ssmd.api.http import sse
+from ssmd.api.http.access import caller_of, is_in_force
 from ssmd.api.http.body import StrictModel, validate
-from ssmd.api.http.keys import caller_of, is_in_force
 from ssmd.api.operation import Service
 from ssmd.api.own import pulls
 from ssmd.engine.host.host import DRAINING

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ssmd.api.openai.chat_body import NOT_BUILT
+from ssmd.api import models
+from ssmd.api.models import Models
+from ssmd.api.openai.chat import NOT_BUILT
 from ssmd.api.openai.operations import MESSAGES, TOOLS
 from ssmd.api.openapi import Description
 from ssmd.api.operation import BODY, EVENTS, GENERATION, GONE, SPACE, Operation, RequestBody, Right, Service
-from ssmd.api.own import metrics, models, pulls, requests, sessions, status, tickets, warm
+from ssmd.api.own import metrics, pulls, requests, sessions, status, tickets, warm
 from ssmd.api.own.metrics import Metrics
-from ssmd.api.own.models import Models
 from ssmd.api.own.page import Page
 from ssmd.api.own.pulls import Catalog
 from ssmd.api.own.sessions import Sessions

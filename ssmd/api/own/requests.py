@@ -9,11 +9,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api.generate.answer import Answer
-from ssmd.api.generate.delivery import departure
-from ssmd.api.generate.in_flight import InFlightAnswer
+from ssmd.api.generate.answer import Answer, InFlightAnswer, departure
 from ssmd.api.http import sse
-from ssmd.api.http.keys import caller_of
+from ssmd.api.http.access import caller_of
 from ssmd.api.operation import Endpoint, Service
 from ssmd.engine.request import Failure, Finish, joined
 

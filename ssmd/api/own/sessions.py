@@ -21,8 +21,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ssmd.api.generate.fair_reading import FairPool, client_of
+from ssmd.api.http.access import caller_of
 from ssmd.api.http.body import READ_TIMEOUT_S, Id, StrictModel, brief, object_with, parse_object, read_body, validate
-from ssmd.api.http.keys import caller_of
 from ssmd.api.operation import Service
 from ssmd.engine.terms import Rejection
 from ssmd.machine.room import SPARE_BYTES, check_room

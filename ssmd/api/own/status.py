@@ -1,6 +1,5 @@
-"""/health reports whether this daemon answers and stores its answers; it needs no key. /v1 describes the daemon, for
-people and programs that open the interface's own address. /ssmd/v1/stop ends it, as a signal does; for the commands of
-its own user alone.
+"""/health reports whether this daemon answers and stores its answers; it needs no key. /ssmd/v1/stop ends the daemon,
+as a signal does, for the commands of its own user alone.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ _REMOTE_ADVICE = {
     "daemon's log says what to do",
     "outbox_full": "the remote was away for too long: new conversations stay here until `ssmd session push` sends them",
 }
-
 log = logging.getLogger(__name__)
 
 
@@ -66,26 +64,6 @@ def health(on: Service) -> Endpoint:
 
     async def answer(request: Request) -> JSONResponse:
         return await on.gate.health(look)
-
-    return answer
-
-
-def root(on: Service) -> Endpoint:
-    """Build the endpoint of /v1 and /v1/."""
-    served = [one for one in on.operations if one.path.startswith("/v1/") and one.path != "/v1/" and one.status < 300]
-    description = {
-        "object": "ssmd",
-        "name": "ssmd",
-        "version": __version__,
-        "description": "a daemon that answers OpenAI's clients with the models of this machine",
-        "page": "/",
-        "docs": "/docs",
-        "openapi": "/openapi.json",
-        "endpoints": [f"{one.method} {one.template}" for one in served],
-    }
-
-    async def answer(request: Request) -> JSONResponse:
-        return JSONResponse(description)
 
     return answer
 

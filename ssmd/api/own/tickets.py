@@ -8,8 +8,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from ssmd.api.http.access import TICKET_S, caller_of
 from ssmd.api.http.body import StrictModel
-from ssmd.api.http.keys import TICKET_S, caller_of
 from ssmd.api.operation import Endpoint, Service
 from ssmd.engine.terms import Rejection
 

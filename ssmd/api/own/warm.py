@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse
 
 from ssmd.api.generate.answer import Answer, ParsedRequest, ResponseInfo, WholeChoice
 from ssmd.api.generate.fair_reading import client_of
+from ssmd.api.http.access import caller_of
 from ssmd.api.http.body import validate
-from ssmd.api.http.keys import caller_of
-from ssmd.api.openai.chat_body import NOT_BUILT, ChatBody, to_request, without_refused
+from ssmd.api.openai.chat import NOT_BUILT, ChatBody, to_request, without_refused
 from ssmd.api.openai.fields import Fields
 from ssmd.api.operation import Endpoint, Service
 from ssmd.engine.host.host import Host

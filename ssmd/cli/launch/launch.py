@@ -199,7 +199,7 @@ def _key(settings: Settings, client: Client) -> str:
 
     The daemon's token may stop the daemon. Without a key in the settings here the daemon grants one.
     """
-    from ssmd.api.http.keys import first_key
+    from ssmd.api.http.access import first_key
     from ssmd.daemon.client import Client
     from ssmd.daemon.discovery import DaemonError
 

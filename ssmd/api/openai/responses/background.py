@@ -20,9 +20,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ssmd.api.generate.answer import Answer, Receipt, ResponseInfo
-from ssmd.api.generate.delivery import departure
-from ssmd.api.generate.in_flight import InFlightAnswer
+from ssmd.api.generate.answer import Answer, InFlightAnswer, Receipt, ResponseInfo, departure
 from ssmd.api.http import sse
 from ssmd.api.http.errors import cut
 from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded, ending, response_id

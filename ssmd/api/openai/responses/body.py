@@ -9,20 +9,11 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import Field
 
 from ssmd.api.http.body import WHOLE, Id, brief, validate
-from ssmd.api.openai.chat_body import (
-    NOT_BUILT,
-    AnswerBody,
-    GenerationBody,
-    Limit,
-    Metadata,
-    generation,
-    without_refused,
-)
-from ssmd.api.openai.fields import Neutral
+from ssmd.api.openai.chat import NOT_BUILT, AnswerBody, GenerationBody, Limit, Metadata, generation, without_refused
+from ssmd.api.openai.fields import Neutral, of_schema
 from ssmd.api.openai.responses.items import read_input, read_instructions
 from ssmd.api.openai.responses.state import History
 from ssmd.api.openai.responses.tools import ResponseTools, read_choice, read_tools
-from ssmd.api.openai.structured import of_schema
 from ssmd.engine.request import Request
 from ssmd.engine.terms import Grammar, Rejection
 from ssmd.model.defaults import Defaults

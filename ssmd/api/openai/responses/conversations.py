@@ -17,8 +17,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ssmd.api.generate.fair_reading import client_of
+from ssmd.api.http.access import caller_of
 from ssmd.api.http.body import StrictModel, parse_object, read_body, validate
-from ssmd.api.http.keys import caller_of
 from ssmd.api.openai.responses.items import flat_name, read_items
 from ssmd.api.openai.responses.state import History, messages_in, no_conversation
 from ssmd.api.openai.responses.stored import ConversationItems, Page, listed

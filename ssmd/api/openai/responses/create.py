@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ssmd.api.generate.answer import ParsedRequest, Read
-from ssmd.api.http.keys import caller_of
+from ssmd.api.http.access import caller_of
 from ssmd.api.openai.fields import Fields
 from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded
 from ssmd.api.openai.responses.background import Receipts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 
-from ssmd.api.openai.structured import MAX_REGEX_CHARS
+from ssmd.api.openai.fields import MAX_REGEX_CHARS
 
 MAX_DEPTH = 64  # groups and rules within each other
 MAX_GRAMMAR_CHARS = 2 * MAX_REGEX_CHARS  # with names, spaces and comments

@@ -16,11 +16,10 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ssmd.api.generate.answer import ResponseInfo
+from ssmd.api.generate.answer import InFlightAnswer, ResponseInfo, locked
 from ssmd.api.generate.fair_reading import client_of
-from ssmd.api.generate.in_flight import InFlightAnswer, locked
+from ssmd.api.http.access import caller_of
 from ssmd.api.http.body import StrictModel, brief, validate
-from ssmd.api.http.keys import caller_of
 from ssmd.api.openai.responses.answer import ResponseForm, ending, usage_of
 from ssmd.api.openai.responses.background import (
     EventResponse,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from ssmd.api.http.body import brief
+from ssmd.api.openai.messages import MAX_TOOLS, checked_tools, tool_of
 from ssmd.api.openai.responses.items import INPUT, flat_name
 from ssmd.api.openai.responses.lark import NoRegex, regex_of
-from ssmd.api.openai.tools import MAX_TOOLS, checked_tools, tool_of
 from ssmd.engine.sampling.bounds import check_size, enforced
 from ssmd.engine.terms import Rejection
 from ssmd.text.calls.tool_choice import ToolChoice
