@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationError, Validati
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ssmd.machine import folder, homes, hosts
+from ssmd.machine import folder, homes, network
 from ssmd.machine.duration import parse_duration
 from ssmd.machine.processor import MOST_THREADS
 from ssmd.machine.settingsfile import read_settings
@@ -310,7 +310,7 @@ class Settings(BaseSettings):
     @classmethod
     def _host_is_an_address(cls, value: str) -> str:
         bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
-        if hosts.address(bare) is None and not hosts.is_hostname(bare):
+        if network.address(bare) is None and not network.is_hostname(bare):
             raise ValueError("expected an IP address or a host name, without scheme and port")
         return bare
 
@@ -331,16 +331,16 @@ class Settings(BaseSettings):
     @field_validator("allowed_hosts")
     @classmethod
     def _hosts_are_names(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        bound = hosts.address(info.data.get("host", ""))
+        bound = network.address(info.data.get("host", ""))
         wildcard = bound is not None and bound.is_unspecified
         names = list(LOOPBACK_NAMES)
         if not wildcard and "host" in info.data:
-            names.append(hosts.bracketed(info.data["host"]))
+            names.append(network.bracketed(info.data["host"]))
         for name in value or (("*",) if wildcard else ()):
             bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
-            if name != "*" and hosts.address(bare) is None and not hosts.is_hostname(name):
+            if name != "*" and network.address(bare) is None and not network.is_hostname(name):
                 raise ValueError(f"{name!r} is not a host name or IP address (no scheme, no port), nor '*'")
-            names.append(hosts.bracketed(bare))
+            names.append(network.bracketed(bare))
         return tuple(dict.fromkeys(names))
 
     @field_validator("allowed_origins")
@@ -348,7 +348,7 @@ class Settings(BaseSettings):
     def _origins_are_origins(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if "*" in value and not any(info.data.get(one) for one in ("api_key", "api_keys_file")):
             raise ValueError("'*' lets every web page call this computer: set an api_key with it")
-        return tuple(dict.fromkeys(one if one == "*" else hosts.origin(one) for one in value))
+        return tuple(dict.fromkeys(one if one == "*" else network.origin(one) for one in value))
 
     @field_validator("default")
     @classmethod
@@ -379,7 +379,7 @@ class Settings(BaseSettings):
     @property
     def loopback(self) -> bool:
         """Return True if `host` can be reached from this computer only."""
-        address = hosts.address(self.host)
+        address = network.address(self.host)
         return self.host.lower() == "localhost" if address is None else address.is_loopback
 
     @property

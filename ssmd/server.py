@@ -32,11 +32,10 @@ from ssmd.daemon.home import moved_in
 from ssmd.daemon.logfile import OneLine
 from ssmd.engine.host.host import Host
 from ssmd.engine.host.opening import close_host, start_host
-from ssmd.machine import hosts, signals
+from ssmd.machine import network, signals
 from ssmd.machine.confinement import forbid_core_dumps
-from ssmd.machine.descriptors import raise_limit
 from ssmd.machine.memory import return_big_blocks
-from ssmd.machine.privatesocket import listen_privately
+from ssmd.machine.network import listen_privately, raise_limit
 from ssmd.machine.size import show_size
 from ssmd.model import aliases
 
@@ -81,12 +80,12 @@ def listen(settings: Settings) -> tuple[list[socket.socket], str]:
     named = settings.host.lower() == "localhost"
     if _everywhere(settings.host) or (named and first == 1):  # a client cannot open it, or may reach another
         return sockets, f"{discovery.url_of(sockets)}/v1"
-    return sockets, f"http://{hosts.bracketed(settings.host)}:{sockets[0].getsockname()[1]}/v1"
+    return sockets, f"http://{network.bracketed(settings.host)}:{sockets[0].getsockname()[1]}/v1"
 
 
 def _everywhere(host: str) -> bool:
     """Return True if a host stands for every address of this machine."""
-    address = hosts.address(host)
+    address = network.address(host)
     return address is not None and address.is_unspecified
 
 
@@ -276,11 +275,11 @@ def _ways(host: Host, settings: Settings, url: str | None, run: str | None) -> l
 def _reachable(host: str) -> str:
     """Return the host name or address in a URL by which other machines reach `host`. Sends no packet."""
     if not _everywhere(host):
-        return hosts.bracketed(host)
+        return network.bracketed(host)
     family, outside = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as one:
         one.connect((outside, 9))  # on a datagram socket this only looks up the route
-        return hosts.bracketed(one.getsockname()[0])
+        return network.bracketed(one.getsockname()[0])
     return socket.gethostname()
 
 

@@ -35,7 +35,7 @@ from ssmd.api.generate.fair_reading import LONG_BYTES
 from ssmd.config import Settings, SettingsError
 from ssmd.daemon import discovery
 from ssmd.daemon.logfile import OneLine
-from ssmd.machine import hosts
+from ssmd.machine import network
 from ssmd.server import ServerError, listen
 
 CHAT = "/v1/chat/completions"
@@ -543,7 +543,7 @@ def listening(**settings: Any) -> Iterator[tuple[list[str], str]]:
     """The addresses of a daemon with these settings, and its place in its first line."""
     sockets, place = listen(Settings(**settings))
     try:
-        yield [f"{hosts.bracketed(one.getsockname()[0])}:{one.getsockname()[1]}" for one in sockets], place
+        yield [f"{network.bracketed(one.getsockname()[0])}:{one.getsockname()[1]}" for one in sockets], place
     finally:
         for one in sockets:
             one.close()
@@ -553,7 +553,7 @@ def test_localhost_is_both_loopback_addresses(artifact: Path, tmp_path: Path) ->
     with running(tmp_path, str(artifact)) as (_, served):
         for host in ("127.0.0.1", "::1", "localhost"):
             connection = http.client.HTTPConnection(host, served.port, timeout=20)
-            connection.request("GET", "/health", headers={"host": f"{hosts.bracketed(host)}:{served.port}"})
+            connection.request("GET", "/health", headers={"host": f"{network.bracketed(host)}:{served.port}"})
             assert connection.getresponse().status == 200, host
             connection.close()
         address = discovery.find(tmp_path / "data")

@@ -15,7 +15,7 @@ from urllib.parse import urlencode, urlsplit
 
 from ssmd.daemon.answers import Shape, fits
 from ssmd.daemon.discovery import Address, DaemonError
-from ssmd.machine import privatesocket
+from ssmd.machine import network
 
 MAX_ANSWER_BYTES = 256 << 20
 MAX_EVENT_BYTES = 16 << 20
@@ -279,4 +279,4 @@ class _SocketConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        self.sock = privatesocket.connect(self._path, self.timeout)
+        self.sock = network.connect(self._path, self.timeout)

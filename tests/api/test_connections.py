@@ -35,7 +35,7 @@ from ssmd.api.generate.answer import ClientGone
 from ssmd.api.http import connections
 from ssmd.api.http.connections import LATE_BYTES, Limits, LogLimiter
 from ssmd.engine.request import Delta
-from ssmd.machine.privatesocket import listen_privately
+from ssmd.machine.network import listen_privately
 
 WHOLE = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HALF = WHOLE[:-3]

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from ssmd.daemon import client as module
 from ssmd.daemon.client import Client
 from ssmd.daemon.discovery import Address, DaemonError
-from ssmd.machine.privatesocket import listen_privately
+from ssmd.machine.network import listen_privately
 
 TOKEN = "t" * 43
 RESET = b"a reset in place of an end"

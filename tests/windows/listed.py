@@ -34,7 +34,7 @@ NOT_HERE = {  # reasons: parts of the ids of tests
         *("test_a_verdict_that_others_could_have_written", "test_it_has_two_files_of_a_bounded_size"),
     ),
     _UNIX: (
-        *("test_privatesocket.py", "test_services.py::test_a_service_of_the_machine", "test_at_a_socket"),
+        *("test_network.py", "test_services.py::test_a_service_of_the_machine", "test_at_a_socket"),
         *("test_prepare_refuses_a_directory_of_another_user", "test_logfile.py::test_what_lies_in_its_place"),
         *(
             "test_lock.py::test_what_lies_in_its_place",

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from ssmd.api.generate.answer import Delivery
 from ssmd.api.http.access import caller_of
 from ssmd.api.http.body import Model, parse_object, read_body, validate
-from ssmd.machine.hosts import place_of
+from ssmd.machine.network import place_of
 from ssmd.machine.processor import give_way
 
 AT_ONCE = 2  # most short works of one client at the same time in a pool, and as many long ones beside them

@@ -28,9 +28,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ssmd.machine import descriptors, hangup
-from ssmd.machine.hosts import place_of
-from ssmd.machine.privatesocket import process_at
+from ssmd.machine import network
+from ssmd.machine.network import place_of, process_at
 
 log = logging.getLogger(__name__)
 HEAD_S = 10.0  # deadline for a request's head: from the connection's first moment, later from the head's first byte
@@ -85,7 +84,7 @@ class Limits:
 
         Each connection is counted with a file: an import and an export have one.
         """
-        free = descriptors.left()
+        free = network.left()
         return Limits(most=max(1, min(MOST, (free - min(_SPARE, free // 4)) // 2)))
 
 
@@ -198,7 +197,7 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         # Drop a request whose client has hung up already, before work on it begins.
-        if data.startswith(b"POST ") and hangup.has_hung_up(self.transport.get_extra_info("socket")):
+        if data.startswith(b"POST ") and network.has_hung_up(self.transport.get_extra_info("socket")):
             self.transport.abort()
             return
         super().data_received(data)

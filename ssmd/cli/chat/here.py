@@ -22,7 +22,7 @@ from ssmd.app import create_app
 from ssmd.config import Settings
 from ssmd.daemon.discovery import Address
 from ssmd.engine.host.opening import close_host, open_host
-from ssmd.machine.privatesocket import listen_privately
+from ssmd.machine.network import listen_privately
 from ssmd.machine.progress import show_progress
 from ssmd.server import FLUSH_S, LINGER_S, SWITCH_S
 

@@ -29,8 +29,8 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
-from ssmd.machine.descriptors import read_at
 from ssmd.machine.folder import close_to_others, make_private, others_open
+from ssmd.machine.network import read_at
 from ssmd.machine.privatefile import NOLINK
 from ssmd.sessions.rows import erasure
 from ssmd.sessions.rows.faults import (

@@ -30,7 +30,7 @@ from watched import QUICK, Seen, metrics
 
 from ssmd.app import create_app
 from ssmd.config import Settings
-from ssmd.machine.privatesocket import listen_privately
+from ssmd.machine.network import listen_privately
 from ssmd_tray.history import History
 from ssmd_tray.seeing import ViewBuilder
 from ssmd_tray.view import Icon

@@ -1,4 +1,4 @@
-"""A socket of this user: anything in its place is seen, other users are kept out, closing it leaves nothing."""
+"""Private sockets: anything in the place of one is seen, other users are kept out, closing it leaves nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ssmd.machine.privatesocket import listen_privately
+from ssmd.machine.network import listen_privately
 
 
 @pytest.fixture
