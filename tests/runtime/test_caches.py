@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ssmd.runtime.hoststate.caches import Caches, RowGroup
 from ssmd.runtime.hoststate.graph import SLOTS
+from ssmd.runtime.hoststate.slot import Caches, RowGroup
 
 F16 = np.dtype(np.float16)
 GROUPS = (
@@ -59,13 +59,13 @@ def test_memory_that_is_not_there_is_not_taken(has_room: bool, monkeypatch: pyte
     caches = Caches(GROUPS, rows, context=1 << 21, masked=True)
     expected, blocks = filled(caches, 100), caches.blocks
     more = caches.nbytes if has_room else 4 * caches.nbytes
-    monkeypatch.setattr("ssmd.runtime.hoststate.caches.available", lambda: more - 4096)
+    monkeypatch.setattr("ssmd.runtime.hoststate.slot.available", lambda: more - 4096)
     with pytest.raises(MemoryError, match=r"^a conversation of \d+ tokens takes .* more memory, and .* are free$"):
         caches.grow((2 if has_room else 4) * rows, 100)
     assert (caches.capacity, caches.blocks) == (rows, blocks)
     for was, now in zip(expected, rows_of(caches, 100), strict=True):
         np.testing.assert_array_equal(was, now)
-    monkeypatch.setattr("ssmd.runtime.hoststate.caches.available", lambda: 0)
+    monkeypatch.setattr("ssmd.runtime.hoststate.slot.available", lambda: 0)
     caches.grow(rows + 128, 100)
 
 

@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.runtime.hoststate.buffers import carve
-from ssmd.runtime.hoststate.caches import RowGroup
 from ssmd.runtime.hoststate.costs import Calls, Cost, cheapest
 from ssmd.runtime.hoststate.graph import Array, GraphError, Tensor
 from ssmd.runtime.hoststate.signatures import lanes_name
-from ssmd.runtime.hoststate.slot import NewRows, Slot
+from ssmd.runtime.hoststate.slot import NewRows, RowGroup, Slot
 from ssmd.runtime.protocol import Logits
 
 log = logging.getLogger(__name__)

@@ -24,10 +24,9 @@ from ssmd.model.state import Part, State
 from ssmd.runtime.checked import CheckedHandle, CheckedProgram
 from ssmd.runtime.hoststate.batches import Batch, Batches, LanesGraph, Notes, Stream
 from ssmd.runtime.hoststate.buffers import Memory, Snapshots, carve
-from ssmd.runtime.hoststate.caches import row_groups
 from ssmd.runtime.hoststate.graph import Array, Call, Graph, GraphError
 from ssmd.runtime.hoststate.signatures import check_signatures, is_open, signature_name
-from ssmd.runtime.hoststate.slot import NewRows, Slot, recurrent_tensors
+from ssmd.runtime.hoststate.slot import NewRows, Slot, recurrent_tensors, row_groups
 from ssmd.runtime.hoststate.step import Step
 from ssmd.runtime.protocol import Logits, ProgramError, StateLost
 

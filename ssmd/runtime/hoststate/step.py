@@ -6,9 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssmd.runtime.hoststate.buffers import carve
-from ssmd.runtime.hoststate.caches import RowGroup
 from ssmd.runtime.hoststate.graph import Tensor
-from ssmd.runtime.hoststate.slot import NewRows
+from ssmd.runtime.hoststate.slot import NewRows, RowGroup
 
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
