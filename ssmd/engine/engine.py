@@ -16,8 +16,8 @@ from typing import Any
 from ssmd.engine.decode.choice import ToolCalling
 from ssmd.engine.decode.device import DeviceLock, WarmUp, once
 from ssmd.engine.decode.generation import Generation, GenerationInput, GenerationStore
-from ssmd.engine.decode.queue import Queue
 from ssmd.engine.decode.several import MultiPrompt
+from ssmd.engine.decode.sharing import Queue
 from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persist.persistence import NoPersistence, Persistence
 from ssmd.engine.persist.writer import Writer

@@ -1,10 +1,12 @@
-"""Measurements of the daemon: TTFT, TBT, tokens and checkpoints, for all models and for each. Tokens count at once.
+"""Measurements of the daemon: TTFT, TBT, tokens and checkpoints, and of its store's writes: their health and pace.
 
-docs/metrics.md describes each field. Prometheus gets the same numbers in seconds (prometheus.py).
+They are for all models and for each. Tokens count at once. docs/metrics.md describes each field. Prometheus gets the
+same numbers in seconds (prometheus.py).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -16,6 +18,8 @@ from typing import Any
 
 from prometheus_client.core import HistogramMetricFamily
 
+from ssmd.sessions.turn import StoreError, TurnRemoved
+
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TBT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 CHECKPOINT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -24,12 +28,16 @@ STOPPED = "stopped"  # outcome of a request that was stopped on demand
 RECENT = 30  # ended requests that are listed one by one
 _OF_ONE = ("prompt_tokens", "cached_tokens", "generated_tokens", "ttft_ms", "prefill_ms", "restore_ms", "tokens_per_s")
 REASONS = ("disk_full", "read_only", "locked", "damaged", "replaced", "late", "error")  # why a turn is not stored
-
 RECENT_S = 300  # window of the recent percentiles
 _SLOT_S = 10  # values leave the window in slots of this many seconds
 RECENT_VALUES = 120  # values that a series lists one by one
 _GROWTH = math.log(1.019)
 _NOTHING = -2000  # bucket of 0, below all others
+log = logging.getLogger(__name__)
+KNOWN_S = 60.0  # s after which a measured write says nothing any more
+SMALL_BYTES = 1 << 20  # bytes of recurrent data below which a state is always worth its write
+WORTH = 4  # least ratio of the time a state saves to its write time: most prompts are not repeated
+UNKNOWN_MS = 4.0  # ms per MiB, assumed before a state was written
 
 
 class Series:
@@ -386,3 +394,80 @@ def _percentile(counts: Counter[int], n: int, part: float) -> float | None:
         if rank <= 0:
             return round(_value(place), 3)
     return None
+
+
+class StoreHealth:
+    """The health of a store. Thread-safe.
+
+    Each loss is counted. The log says when losses begin and when they are over.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._reason = ""
+
+    @property
+    def reason(self) -> str:
+        """Return why turns are not fully stored: a code of metrics.REASONS, or "" if they are."""
+        return self._reason
+
+    def failed(self, err: StoreError, *, turns: int) -> None:
+        """Note a failed write. turns: number that was lost; 0 if their text was stored but their states were not.
+
+        A turn whose session was removed meanwhile does not count.
+        """
+        if isinstance(err, TurnRemoved):
+            log.info("a turn was not stored: %s", err)
+            return
+        if turns:
+            self._metrics.turns_not_stored(err.reason, turns)
+        self._note(err, "a turn was not stored" if turns else "the states of a turn were not stored, its text was")
+
+    def noticed(self, err: StoreError) -> None:
+        """Note a fault that was found before a turn failed of it."""
+        self._note(err, "turns cannot be stored")
+
+    def _note(self, err: StoreError, what: str) -> None:
+        with self._lock:
+            known, self._reason = self._reason == err.reason, err.reason
+        if known:
+            log.debug("%s again: %s", what, err)
+        else:
+            log.error("%s: %s (logged once; /health and /metrics show the present state)", what, err)
+
+    def well(self) -> None:
+        """Note that a turn was stored with its states."""
+        with self._lock:
+            before, self._reason = self._reason, ""
+        if before:
+            log.warning("turns are stored again")
+
+
+class Pace:
+    """The recent speed at which states become durable."""
+
+    def __init__(self) -> None:
+        self._last = (0.0, 0)  # seconds, bytes
+        self._when = 0.0
+
+    def wait_s(self, nbytes: int) -> float:
+        """Estimate the seconds that a write of `nbytes` takes; 0.0 without a write in the last KNOWN_S."""
+        if time.monotonic() - self._when > KNOWN_S or not nbytes:
+            return 0.0
+        took_s, of = self._last
+        return took_s * max(1.0, nbytes / of) if of > SMALL_BYTES else took_s
+
+    def cost_ms(self, nbytes: int) -> float:
+        """Estimate the milliseconds that a large state of `nbytes` takes from all other work."""
+        took_s, of = self._last
+        return nbytes * (took_s * 1e3 / of if of > SMALL_BYTES else UNKNOWN_MS / (1 << 20))
+
+    def pays(self, nbytes: int, read_ms: float) -> bool:
+        """Return True if writing a state of `nbytes` is worth it. read_ms: prefill time that it saves."""
+        return nbytes < SMALL_BYTES or read_ms >= WORTH * self.cost_ms(nbytes)
+
+    def note(self, nbytes: int, took_s: float) -> None:
+        """Note the time of a write of `nbytes`, or the time that it was given."""
+        if nbytes:
+            self._when, self._last = time.monotonic(), (took_s, nbytes)

@@ -12,8 +12,7 @@ from itertools import pairwise
 from ssmd.engine.decode.choice import Choice, ToolCalling
 from ssmd.engine.decode.device import DeviceLock, WarmUp
 from ssmd.engine.decode.generation import Generation
-from ssmd.engine.decode.queue import Queue, unavailable
-from ssmd.engine.decode.sharing import FairShare, Open, SharedReading
+from ssmd.engine.decode.sharing import FairShare, Open, Queue, SharedReading, unavailable
 from ssmd.engine.metrics import ModelMetrics
 from ssmd.engine.persist.persistence import NoPersistence, Persistence
 from ssmd.engine.request import Event, Failure, Finish

@@ -13,7 +13,7 @@ from conftest import TinyArtifacts
 from daemon import Daemon, daemon
 from serving import Answer
 
-from ssmd.engine.decode.queue import Queue
+from ssmd.engine.decode.sharing import Queue
 from ssmd.engine.terms import Rejection
 
 # From the packages or repositories named in it: each agent's patterns (all texts of one must be found), those that must

@@ -263,7 +263,7 @@ def test_counts_are_those_of_the_engine(tiny: Daemon) -> None:
 @pytest.fixture
 def paying(tiny: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of each prompt is worth its write, however fast this machine reads."""
-    monkeypatch.setattr("ssmd.engine.persist.health.Pace.pays", lambda *_: True)
+    monkeypatch.setattr("ssmd.engine.metrics.Pace.pays", lambda *_: True)
 
 
 def test_what_is_kept_of_a_prompt_is_counted(tiny: Daemon, paying: None) -> None:

@@ -22,12 +22,13 @@ from engines import OwnEngine
 from keeping import open_store
 from sqlalchemy import func, select, update
 
+from ssmd.engine import metrics
 from ssmd.engine.decode import sharing
 from ssmd.engine.decode.generation import Generation
 from ssmd.engine.engine import Engine
-from ssmd.engine.persist import health, persistence
+from ssmd.engine.metrics import StoreHealth
+from ssmd.engine.persist import persistence
 from ssmd.engine.persist import writer as writer_module
-from ssmd.engine.persist.health import StoreHealth
 from ssmd.engine.persist.rerender import Rerenderer
 from ssmd.engine.persist.restore import Restorer
 from ssmd.engine.request import Delta, Event, Failure, Finish, Recall, Request, TokenLogprob, Usage
@@ -794,8 +795,8 @@ def test_a_prompts_state_is_kept_where_it_pays(
     worth: float, engine: Engine, loaded: tuple[Artifact, Program], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of a cache cost nothing, as the turn's end needs them. Without it the same is read, and said, again."""
-    monkeypatch.setattr(health, "SMALL_BYTES", 0)
-    monkeypatch.setattr(health, "WORTH", worth)
+    monkeypatch.setattr(metrics, "SMALL_BYTES", 0)
+    monkeypatch.setattr(metrics, "WORTH", worth)
     first = ask(engine, LONG_SYSTEM, user("Who is there?"))
     again = ask(engine, LONG_SYSTEM, user("Who is there?"))
     with store.reading() as connection:
@@ -928,7 +929,7 @@ def test_a_state_is_written_after_its_text_where_it_may_be_slow(engine: OwnEngin
 
 
 def test_only_a_large_write_tells_how_long_more_bytes_take() -> None:
-    found = health.Pace()
+    found = metrics.Pace()
     found.note(23_040, 0.02)  # almost all of that is one fsync
     assert found.wait_s(22_600_000) == 0.02
     found.note(4 << 20, 0.1)

@@ -32,7 +32,7 @@ DOCUMENT = "The fog came in at nine. The keeper lit the lamp, rang the bell and 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
-    monkeypatch.setattr("ssmd.engine.persist.health.Pace.pays", lambda *_: True)
+    monkeypatch.setattr("ssmd.engine.metrics.Pace.pays", lambda *_: True)
 
 
 @pytest.fixture(scope="module", params=["mamba-f32", "granite-f32", "bamba-last-f32", "llama-f32"])

@@ -33,7 +33,7 @@ KEPT: dict[str, Any] = {"store": False, "retention": "24h"}
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
-    monkeypatch.setattr("ssmd.engine.persist.health.Pace.pays", lambda *_: True)
+    monkeypatch.setattr("ssmd.engine.metrics.Pace.pays", lambda *_: True)
 
 
 def answered(text: str) -> Message:

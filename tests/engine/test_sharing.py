@@ -36,7 +36,7 @@ SYSTEM = Message("system", "You keep the lighthouse at the end of the pier, and 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
-    monkeypatch.setattr("ssmd.engine.persist.health.Pace.pays", lambda *_: True)
+    monkeypatch.setattr("ssmd.engine.metrics.Pace.pays", lambda *_: True)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from conftest import TinyArtifacts
 from engine.test_engine import LONG_SYSTEM, Asked, program_of, user
 from engines import OwnEngine
 
-from ssmd.engine.decode.queue import Queue
-from ssmd.engine.decode.sharing import FairShare
+from ssmd.engine.decode.sharing import FairShare, Queue
 from ssmd.sessions.store import Store
 
 

@@ -33,7 +33,7 @@ TOOLS = TemplateInput(tools=({"type": "function", "function": LAMPS},))
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "COMMIT_PATIENCE_S", 60)
-    monkeypatch.setattr("ssmd.engine.persist.health.Pace.pays", lambda *_: True)
+    monkeypatch.setattr("ssmd.engine.metrics.Pace.pays", lambda *_: True)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from ssmd.engine.decode.queue import unavailable
+from ssmd.engine.decode.sharing import unavailable
 from ssmd.engine.host.loader import (
     RETRY_AFTER_S,
     HostedModel,

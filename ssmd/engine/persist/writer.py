@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from ssmd.engine.decode.generation import Then
-from ssmd.engine.metrics import Metrics
-from ssmd.engine.persist.health import Pace, StoreHealth
+from ssmd.engine.metrics import Metrics, Pace, StoreHealth
 from ssmd.engine.request import Retention
 from ssmd.model.state import StateSpec
 from ssmd.sessions.checkpoint import Maker, NewCheckpoint

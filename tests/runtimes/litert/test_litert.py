@@ -626,7 +626,7 @@ def test_a_handle_that_finds_no_memory_to_move_up_is_unharmed(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ssmd.runtime.hoststate.caches.aligned", none)
+        patch.setattr("ssmd.runtime.hoststate.slot.aligned", none)
         with pytest.raises(MemoryError):
             program.prefill(handle, [8] * 10)
     assert conversation_state(program, handle) == before

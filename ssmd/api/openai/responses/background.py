@@ -26,7 +26,7 @@ from ssmd.api.http.errors import cut
 from ssmd.api.openai.responses.answer import ResponseAnswer, ResponseForm, encoded, ending, response_id
 from ssmd.api.openai.responses.stored import form_of
 from ssmd.api.operation import Service
-from ssmd.engine.decode.queue import unavailable
+from ssmd.engine.decode.sharing import unavailable
 from ssmd.engine.persist.replay import cut_again, parts_of
 from ssmd.engine.request import Delta, Event, Failure, Finish, Request, Usage, generation_of, turn_of
 from ssmd.engine.terms import Rejection
