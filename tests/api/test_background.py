@@ -415,7 +415,7 @@ def test_requests_at_once_are_bounded_too(artifacts: TinyArtifacts, tmp_path: Pa
 
 def test_it_waits_for_its_model_and_is_cancelled(three: Several) -> None:
     with three.held_back(LLAMA) as gate:
-        body = {"model": "llama", "input": "wait", "background": True, "max_output_tokens": 5}
+        body = {"model": "llama", "input": "wait", "background": True, "max_output_tokens": 5, "temperature": 0}
         first, second = (response_of(three.ask("POST", RESPONSES, body)) for _ in range(2))
         assert gate.reached.wait(10)
         assert three.ask("GET", f"{RESPONSES}/{first['id']}").json["status"] == "queued"
