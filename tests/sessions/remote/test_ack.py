@@ -98,7 +98,7 @@ def test_an_answer_does_not_wait_for_long(
     assert link.state(["t3"]) == "sent"
 
 
-def test_a_turn_waits_for_its_answer_unless_its_answer_waits_for_it(
+def test_a_turn_is_sent_after_its_answer_or_when_it_waits(
     store: Store, linked: Callable[[], Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sending it at once costs the next turn some milliseconds."""
