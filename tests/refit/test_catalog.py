@@ -568,7 +568,7 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
             assert header.quantization == "int8"
             assert max(header.golden.rms) < 0.25
     four = [g.header for r in found for g in shipped(r, "int4")]
-    assert [h.name for h in four] == ["granite-4.0-h-micro", "smollm2"]
+    assert [h.name for h in four] == ["granite-4.0-h-1b", "granite-4.0-h-micro", "smollm2"]
     for header in four:
         assert (header.runtime, header.quantization) == ("openvino", "int4")
         assert differences(header, models[header.name]["config"]) == {}
