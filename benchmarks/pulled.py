@@ -237,13 +237,15 @@ def measure(name: str, runtime: str, quantization: str | None, folder: Path, *, 
     """Pull a model into a folder and serve it. Returns the columns of its row."""
     os.environ |= {"SSMD_DATA_DIR": str(folder / "data"), "SSMD_MODELS_DIR": str(folder / "models")}
     os.environ |= {"SSMD_CACHE_DIR": str(folder / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    if (here := folder / "models" / name).exists():
+        raise SystemExit(f"{here} is there already, and might be served instead: take another FOLDER")
     command = ["pull", name, "--runtime", runtime, *(["--quant", quantization] if quantization else [])]
     try:
         with hub(name) as running:
             os.environ["HF_ENDPOINT"] = running.url
             print(f"pull {name}; load {os.getloadavg()[0]:.1f}", flush=True)
             costs = measured(command, folder)
-        [artifact] = (folder / "models" / name).glob(f"{runtime}-*")
+        [artifact] = here.glob(f"{runtime}-*")
         nbytes = sum(f.stat().st_size for f in artifact.rglob("*") if f.is_file())
         load_s, resident, most, words = served(name, folder)
     finally:
@@ -269,7 +271,7 @@ def main() -> None:
     parser.add_argument("runtime")
     parser.add_argument("quantization", nargs="?")
     parser.add_argument("--folder", type=Path, help="for all files; else a temporary one")
-    parser.add_argument("--keep", action="store_true", help="leave the artifact in FOLDER")
+    parser.add_argument("--keep", action="store_true", help="leave the artifact in FOLDER, which may have none of it yet")
     asked = parser.parse_args()
     said = conditions()
     with contextlib.ExitStack() as stack:
