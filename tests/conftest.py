@@ -43,7 +43,8 @@ ONE_EACH = (
     *("mamba2-groups", "bamba-last", "falcon-h1-norm", "nemotron-h-biases", "lfm3", "qwen3.5"),
 )
 WITH_WINDOWS = ("litert", "openvino")  # the runtimes that compute attention within a window
-EXPERTS, SERVING_EXPERTS = ("lfm2-moe",), ("openvino",)
+EXPERTS, SERVING_EXPERTS = ("lfm2-moe",), ("openvino", "wgpu")
+QUICK = tuple(f"wgpu-{variant}-f32" for variant in EXPERTS)  # not kept, as a build takes three seconds
 TIERS = {"llama-int8": "128,512", "granite-f32": "64,512"}  # with more than one KV tier
 SCALE = 4.0  # the smallest normal number divided by it is a subnormal one
 MADE_ELSEWHERE = "TESTED_ARTIFACTS"  # two folders, with | between them
@@ -130,13 +131,15 @@ def _built() -> Iterator[tuple[str, Tiny]]:
 
 BUILT = dict(_built())
 KEPT = tuple(
-    n for n, made in BUILT.items() if made.variant in (*ONE_EACH, *EXPERTS) and made.runtime not in FOREIGN
+    n
+    for n, made in BUILT.items()
+    if made.variant in (*ONE_EACH, *EXPERTS) and made.runtime not in FOREIGN and n not in QUICK
 )  # in tests/data/artifacts
 
 
 def params(names: Iterable[str]) -> list[Any]:
-    """Names of artifacts as pytest's parameters: those that are not kept are for `scripts/test --full`."""
-    return [pytest.param(name, marks=[] if name in KEPT else [pytest.mark.full]) for name in names]
+    """Names of artifacts as pytest's parameters: those that take long to build are for `scripts/test --full`."""
+    return [pytest.param(name, marks=[] if name in (*KEPT, *QUICK) else [pytest.mark.full]) for name in names]
 
 
 @dataclass(frozen=True)

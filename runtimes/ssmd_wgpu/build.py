@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from ssmd.build import quality
 from ssmd.build.builder import BuildError, Quantization, targeted
 from ssmd.families.registry import Family, family_of
-from ssmd.families.weights import Binding, mapped, stacked
+from ssmd.families.weights import Array, Binding, mapped, stacked
 from ssmd.machine.memory import return_big_blocks
 from ssmd.machine.progress import Progress, staged
 from ssmd.model.artifact import GOLDEN, Artifact, seal
 from ssmd.model.plan import Attention, GatedDeltaNet, Plan, first_problem
-from ssmd.model.source import Source
+from ssmd.model.source import Source, Tensors
 from ssmd.refit.install import checked_tokenizer, config_of, fields_of, placed, save_texts
 from ssmd.runtime.verify import GOLDEN_POSITIONS, compare, golden_tokens, save_golden
 from ssmd_wgpu import pack
@@ -137,6 +137,8 @@ def recipe_of(plan: Plan, quantization: str) -> dict[str, str]:
     made = dict(RECIPES.get(quantization, {}))
     if quantization != "f32" and any(isinstance(m, GatedDeltaNet) for m in plan.mixers):
         made["weights"] = f"{made.get('weights', quantization)}; those of gated DeltaNet's b and a float32"
+    if quantization != "f32" and plan.experts:
+        made["weights"] = f"{made.get('weights', quantization)}; those of routers float32"
     return made
 
 
@@ -160,6 +162,10 @@ def rows_of(family: Family, config: Any, plan: PackedPlan, source: Source) -> di
         elif own in ("qkv", "qkv_bias"):
             parts = next(attention_rows(m)[0] for m in plan.layers[_layer(prefix)].mixers if isinstance(m, Attention))
             made[name] = stacked(*(bound[prefix + part + own[3:]] for part in parts))
+        elif own == "experts_gate_up":
+            made[name] = beside(bound[prefix + "experts_gate"], bound[prefix + "experts_up"])
+        elif own == "experts_down":
+            made[name] = mapped(_flat, bound[name], by_rows=True)
         elif own == "conv":
             made[name] = mapped(lambda w: np.ascontiguousarray(w[:, 0].T), bound[name])  # (K, 1, C) -> (C, K)
         elif own == "A":
@@ -171,6 +177,31 @@ def rows_of(family: Family, config: Any, plan: PackedPlan, source: Source) -> di
         return binding.blocks(source)
 
     return {name: partial(rows, binding) for name, binding in made.items()}
+
+
+def beside(gate: Binding, up: Binding) -> Binding:
+    """Return the binding of experts' rows of gate and of up, one expert after the other. Both are (E, J, hidden)."""
+
+    def blocks(source: Tensors) -> Iterator[Array]:
+        singly = (_experts(part.blocks(source)) for part in (gate, up))
+        for pair in zip(*singly, strict=True):
+            yield np.concatenate(pair)
+
+    def whole(source: Tensors) -> Array:
+        return np.concatenate(list(blocks(source)))
+
+    return Binding(whole, blocks, {**gate.reads, **up.reads})
+
+
+def _experts(blocks: Iterator[Array]) -> Iterator[Array]:
+    """Yield the matrix of each expert, of blocks of several."""
+    for block in blocks:
+        yield from block
+
+
+def _flat(experts: Array) -> Array:
+    """Return the rows of some experts, (n, rows, columns) -> (n rows, columns)."""
+    return experts.reshape(-1, experts.shape[-1])
 
 
 def packed_rows(weights: Weights) -> dict[str, pack.Rows]:

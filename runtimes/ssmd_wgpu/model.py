@@ -8,6 +8,7 @@ from ssmd.model.plan import GatedDeltaNet, Mamba1, Mamba2, ShortConv
 from ssmd.runtime.protocol import FormTime
 from ssmd_wgpu import library
 from ssmd_wgpu.device import ALIGNMENT, SHADERS, Gpu, digest
+from ssmd_wgpu.experts import Groups, buffers_of
 from ssmd_wgpu.op import Op
 from ssmd_wgpu.operations import Operations
 from ssmd_wgpu.pack import Weights
@@ -62,14 +63,18 @@ class Model:
         plan, t = self.plan, max(STREAMS, self.most_tokens)
         width = {"x": plan.hidden, "wide": 4, "qkv": 4, "u": 4, "bc": 4, "dt": 4, "logs": 4, "y": 4, "scale": 1}
         counters = parts = chunks = 4  # of attention, in a decode step; states that chunks begin with
+        groups = 4
 
         def grow(**sizes: int) -> None:
             for name, size in sizes.items():
-                width[name] = max(width[name], size)
+                width[name] = max(width.get(name, 0), size)
 
         for layer in plan.layers:
             if layer.mlp is not None:
                 grow(wide=layer.mlp.intermediate)
+            if layer.experts is not None:
+                grow(**buffers_of(layer.experts, plan.hidden))
+                groups = max(groups, Groups(layer.experts, t).words)
             for m in layer.mixers:
                 if isinstance(m, Mamba1):
                     grow(wide=2 * m.inner, u=m.inner, bc=m.rank + 2 * m.states, dt=m.inner, y=m.inner)
@@ -87,6 +92,7 @@ class Model:
                     counters = max(counters, 1 + STREAMS * m.heads)
                     parts = max(parts, STREAMS * m.heads * self.slots.most_pages * (m.head_dim + 2))
         made = {name: self.gpu.region(4 * size * t) for name, size in width.items()}
+        made |= {"groups": self.gpu.region(4 * groups)} if plan.experts else {}
         made |= {"parts": self.gpu.region(4 * parts), "chunks": self.gpu.region(4 * chunks)}
         return {
             **made,

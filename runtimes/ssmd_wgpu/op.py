@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ class Op:
     """A kernel with its buffers and workgroups. `layer`: whose state group 1 binds, where the kernel has a group 1.
 
     `tokens`: the rows of x, tokens or streams, that one workgroup's y takes; 0 where y does not count them. `paged`:
-    y counts the pages of a cache, too.
+    y counts the pages of a cache, too. `high`: computes y from the number of rows, where that is not all.
     """
 
     kernel: Kernel
@@ -27,6 +27,7 @@ class Op:
     grid: tuple[int, int]
     tokens: int = 0
     paged: bool = False
+    high: Callable[[int], int] | None = None
 
 
 def operation(
@@ -37,13 +38,14 @@ def operation(
     layer: int = 0,
     tokens: int = 0,
     paged: bool = False,
+    high: Callable[[int], int] | None = None,
 ) -> Op:
     """Return an operation: a shader with the regions that it names. Raises GraphError if the device refuses it."""
     if grid[0] > MOST_GROUPS or grid[1] > MOST_GROUPS:
         raise GraphError(f"a dispatch of {grid} workgroups is more than any device takes")
     kernel = gpu.kernel(text)
     group0 = gpu.bound(kernel, 0, {n: r for n, r in regions.items() if r is not None})
-    return Op(kernel, group0, layer, grid, tokens, paged)
+    return Op(kernel, group0, layer, grid, tokens, paged, high)
 
 
 def f32(value: float) -> str:

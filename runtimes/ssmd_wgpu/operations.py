@@ -16,6 +16,7 @@ from ssmd.model.plan import Attention, GatedDeltaNet, Mamba1, Mamba2, ShortConv
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu import delta
 from ssmd_wgpu.device import Gpu, shader
+from ssmd_wgpu.experts import Mixtures
 from ssmd_wgpu.op import Op, f32, f32_or_none, operation
 from ssmd_wgpu.pack import VALUES
 from ssmd_wgpu.plan import PackedPlan
@@ -48,6 +49,7 @@ class Operations:
         self._pages = {"page": slots.page, "tables": slots.tables, "most_pages": slots.most_pages}
         self._matrices, self._parts, self._tables = weights.matrices, weights.vectors, weights.tables
         self._products = Products(gpu, weights.matrices, weights.vectors, buffers, plan.eps, tiling)
+        self._mixtures = Mixtures(gpu, plan, weights, buffers, self._products, tiling, slots.most_tokens)
 
     def embedding(self) -> Iterator[Op]:
         m, scale = self._matrices["embedding"], f32(self._plan.embedding_scale)
@@ -85,10 +87,12 @@ class Operations:
                 yield from self._gated_deltanet(i, part, mixer, streams)
             else:
                 yield from self._short_conv(i, part, mixer, streams)
+        if layer.followers and not streams:
+            yield self._rms()
+        if layer.experts is not None:  # before an MLP beside them changes x
+            yield from self._mixtures.inner(i, layer.experts, streams)
         if layer.mlp is not None:
             to, part = f"layer{i}_", f"layer{i}_mlp"
-            if not streams:
-                yield self._rms()
             gain, act = self._parts[part].at["norm2"], layer.mlp.activation
             into, _ = layer.mlp.into
             cut = self._products.slices(to + "down")
@@ -98,6 +102,8 @@ class Operations:
             else:
                 yield from self._products.of(to + into, part, "x", "wide", streams, gain=gain, end=act)
                 yield from self._products.of(to + "down", part, "wide", "x", streams, end="add", unit=_unit(cut))
+        if layer.experts is not None:
+            yield from self._mixtures.outer(i, layer.experts, streams)
 
     def _mamba1(self, i: int, part: str, m: Mamba1, streams: int) -> Iterator[Op]:
         to, at = f"layer{i}_", self._parts[part].at

@@ -38,7 +38,8 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 }
 _DECODED_VALUES = 1 << 20  # at a time
 _SMALL = ("x", "dt")  # Mamba-1's: few bytes, and what they give stands in an exponent
-_EXACT = ("ba",)  # gated DeltaNet's, likewise: it decides on what a state forgets
+# Gated DeltaNet's, likewise: it decides on what a state forgets. A router, as a rounded one chooses other experts.
+_EXACT = ("ba", "router")
 _BYTEWISE = ("embedding", "head")
 
 

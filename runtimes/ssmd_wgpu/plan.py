@@ -6,6 +6,8 @@ The file of weights has the plan's parameters (ssmd/model/plan.py), some of them
     conv, A                   channels first: (C, width), Mamba-1's A (C, N).
     norm1, norm2              also if the plan's name is `norm`, in a layer with only one norm.
     rope_cos, rope_sin        (context, R / 2), if a layer rotates.
+    experts_gate_up           (E 2 J, hidden): of one expert after the other the rows of gate, then those of up.
+    experts_down              (E hidden, J): the rows of one expert after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +19,19 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from ssmd.model.plan import Attention, GatedDeltaNet, Mamba1, Mixer, Plan, PlanError, Shape, ShortConv, Size
+from ssmd.model.plan import (
+    Attention,
+    Experts,
+    GatedDeltaNet,
+    Mamba1,
+    Mixer,
+    Mlp,
+    Plan,
+    PlanError,
+    Shape,
+    ShortConv,
+    Size,
+)
 from ssmd.runtime.protocol import ProgramError
 
 FILE = "plan.json"
@@ -32,6 +46,7 @@ _READ = {
     *("intermediate", "bias", "activation", "kind", "inner", "states", "rank", "width", "conv_bias", "mixer_eps"),
     *("heads", "head_dim", "groups", "in_bias", "out_bias", "norm", "dt_low", "dt_high", "channels", "kv_heads"),
     *("qk_eps", "rotated", "gate", "key_heads", "key_dim", "value_dim"),
+    *("experts", "count", "chosen", "sigmoid", "normed"),
 }
 
 
@@ -53,8 +68,6 @@ class PackedPlan(Plan):
     def _fits_shaders(self) -> Self:
         if any(layer.sandwich for layer in self.layers):
             raise ValueError("layers with sandwich norms are not supported by runtime wgpu")
-        if self.experts:
-            raise ValueError("there are experts, which no shader computes")
         for m in self.mixers:
             if isinstance(m, Attention):
                 if m.window is not None:
@@ -74,8 +87,7 @@ class PackedPlan(Plan):
                         raise ValueError(f"{name} {getattr(m, name)} of gated DeltaNet is more than {MAX_DELTA}")
             elif not isinstance(m, ShortConv) and m.states > MAX_STATES:
                 raise ValueError(f"states {m.states} are more than {MAX_STATES}")
-        mlps = (layer.mlp for layer in self.layers if layer.mlp is not None)
-        for part in (self, *self.layers, *self.mixers, *mlps):
+        for part in (self, *self.layers, *self.mixers, *(f for layer in self.layers for f in layer.followers)):
             for name, field in type(part).model_fields.items():
                 if name not in _READ and getattr(part, name) != field.default:
                     raise ValueError(f"runtime wgpu has no shader for {name} {getattr(part, name)}")
@@ -95,12 +107,22 @@ class PackedPlan(Plan):
                 made[to + "norm1"] = (self.hidden,)
             for mixer in layer.mixers:
                 made |= {to + name: shape for name, shape in packed_mixer(mixer, self.hidden)}
-            if layer.mlp is not None:
+            if layer.followers:
                 made[to + "norm2"] = (self.hidden,)
-                made |= {to + name: shape for name, shape in layer.mlp.parameters(self.hidden)}
+            for part in layer.followers:
+                made |= {to + name: shape for name, shape in packed_follower(part, self.hidden)}
         for name, shape in made.items():
             if math.prod(shape) > MAX_VALUES:
                 raise ProgramError(f"{name} {list(shape)} has more values than a shader can count")
+        return made
+
+    def expert_rows(self) -> dict[str, int]:
+        """Name the matrices that hold several experts, with the rows of one."""
+        made = {}
+        for i, layer in enumerate(self.layers):
+            if layer.experts is not None:
+                made[f"layer{i}_experts_gate_up"] = 2 * layer.experts.intermediate
+                made[f"layer{i}_experts_down"] = self.hidden
         return made
 
     @classmethod
@@ -117,6 +139,16 @@ def attention_rows(mixer: Attention) -> tuple[tuple[str, ...], int]:
     if mixer.gate == "none":
         return ("q", "k", "v"), mixer.rows
     return ("q", "k", "v", "gate"), mixer.rows + mixer.heads * mixer.head_dim
+
+
+def packed_follower(part: Mlp | Experts, hidden: int) -> Iterator[tuple[str, Shape]]:
+    """Name the parameters of an MLP or of experts with their shapes in the file of weights."""
+    if isinstance(part, Mlp):
+        yield from part.parameters(hidden)
+        return
+    yield from ((name, shape) for name, shape in part.parameters(hidden) if len(shape) < 3)
+    yield "experts_gate_up", (part.count * 2 * part.intermediate, hidden)
+    yield "experts_down", (part.count * hidden, part.intermediate)
 
 
 def packed_mixer(mixer: Mixer, hidden: int) -> Iterator[tuple[str, Shape]]:

@@ -7,12 +7,12 @@ DeltaNet's keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmd.model.plan import Attention, GatedDeltaNet, Mamba1, Mixer, Mlp, ShortConv
+from ssmd.model.plan import Attention, Experts, GatedDeltaNet, Mamba1, Mixer, Mlp, ShortConv
 from ssmd_wgpu.pack import Rows
 from ssmd_wgpu.plan import PackedPlan
 
@@ -106,6 +106,30 @@ def attention(q: Array, k: Array, v: Array) -> Array:
     return out
 
 
+def expert_shares(scores: Array, bias: Array | None, m: Experts) -> Array:
+    """Return the share of each expert in each token's output, 0 of those that are not chosen: (T, E) -> (T, E)."""
+    if m.sigmoid:
+        scores = sigmoid(scores)
+    order = np.argsort(-(scores if bias is None else scores + bias), axis=-1, kind="stable")
+    chosen = np.zeros(scores.shape, bool)
+    np.put_along_axis(chosen, order[:, : m.chosen], True, -1)
+    if m.sigmoid:
+        shares = np.where(chosen, scores, 0.0)
+        return shares / (shares.sum(-1, keepdims=True) + 1e-6) if m.normed else shares
+    shares = np.where(chosen, np.exp(scores - np.where(chosen, scores, -np.inf).max(-1, keepdims=True)), 0.0)
+    return np.asarray(shares / shares.sum(-1, keepdims=True))
+
+
+def parts_of(blocks: Iterator[NDArray[np.float32]], rows: int) -> Iterator[NDArray[np.float32]]:
+    """Cut a matrix that comes block by block into parts of so many rows."""
+    held: NDArray[np.float32] | None = None
+    for block in blocks:
+        held = block if held is None else np.concatenate([held, block])
+        while len(held) >= rows:
+            yield held[:rows]
+            held = held[rows:]
+
+
 class Reference:
     """A model that reads one text from its beginning."""
 
@@ -123,9 +147,12 @@ class Reference:
             if layer.mixers:
                 x = rms_norm(h, self._whole(f"layer{i}_norm1"), plan.eps)
                 h = h + sum(self._mixer(f"layer{i}_", mixer, x) for mixer in layer.mixers)
-            if layer.mlp is not None:
+            if layer.followers:
                 x = rms_norm(h, self._whole(f"layer{i}_norm2"), plan.eps)
+            if layer.mlp is not None:
                 h = h + self._mlp(f"layer{i}_", layer.mlp, x)
+            if layer.experts is not None:
+                h = h + self._mixture(f"layer{i}_", layer.experts, x)
         h = rms_norm(h[list(positions)], self._whole("norm"), plan.eps)
         made, first = np.empty((len(h), plan.vocabulary), np.float32), 0
         for block in self._rows["embedding" if plan.tied else "head"]():
@@ -138,6 +165,18 @@ class Reference:
             return self._linear(to + "down", np.maximum(self._linear(to + "up", x), 0) ** 2)
         gate, up = np.split(self._linear(to + "gate_up", x), 2, -1)
         return self._linear(to + "down", silu(gate) * up)
+
+    def _mixture(self, to: str, m: Experts, x: Array) -> Array:
+        shares = expert_shares(self._linear(to + "router", x), self._maybe(to + "router_bias") if m.bias else None, m)
+        out = np.zeros_like(x)
+        names = (to + "experts_gate_up", to + "experts_down")
+        rows = (2 * m.intermediate, x.shape[1])
+        each = zip(*(parts_of(self._rows[name](), n) for name, n in zip(names, rows, strict=True)), strict=True)
+        for e, (into, down) in enumerate(each):
+            taken = shares[:, e] != 0
+            gate, up = np.split(x[taken] @ into.T.astype(np.float64), 2, -1)
+            out[taken] += shares[taken, e, None] * ((silu(gate) * up) @ down.T.astype(np.float64))
+        return out
 
     def _mixer(self, to: str, mixer: Mixer, x: Array) -> Array:
         if isinstance(mixer, Attention):
@@ -199,7 +238,8 @@ class Reference:
 
     def _linear(self, name: str, x: Array) -> Array:
         y: Array = np.concatenate([x @ block.T.astype(np.float64) for block in self._rows[name]()], -1)
-        bias = None if name.endswith("_dt") else self._maybe(f"{name}_bias")  # that of dt comes before its softplus
+        # That of dt comes before its softplus, that of a router counts for the choice alone.
+        bias = None if name.endswith(("_dt", "_router")) else self._maybe(f"{name}_bias")
         return y if bias is None else y + bias
 
     def _picked(self, name: str, rows: Sequence[int]) -> Array:

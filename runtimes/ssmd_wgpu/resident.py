@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ssmd.runtime.hoststate.graph import GraphError
 from ssmd_wgpu.device import Gpu
 from ssmd_wgpu.pack import VALUES, Format, Weights, blocks, nbytes
-from ssmd_wgpu.plan import PackedPlan, packed_mixer
+from ssmd_wgpu.plan import PackedPlan, packed_follower, packed_mixer
 from ssmd_wgpu.recorder import Region
 
 PIECE_BYTES = 8 << 20  # of an upload: what waits in host memory to be copied
@@ -21,7 +21,7 @@ PIECE_BYTES = 8 << 20  # of an upload: what waits in host memory to be copied
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a matrix from `first` on, as many as one binding can hold."""
+    """Rows of a matrix from `first` on, as many as one binding can hold; of experts whole ones."""
 
     values: Region
     scales: Region | None
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """A matrix (rows, columns) on the device."""
+    """A matrix (rows, columns) on the device; with experts one of each, the rows of one after those of another."""
 
     rows: int
     columns: int
@@ -65,7 +65,8 @@ class DeviceWeights:
         self._gpu = gpu
         self._uploads: list[tuple[Region, NDArray[Any]]] = []
         try:
-            self.matrices = {name: self._place(name, weights) for name in weights.matrices}
+            experts = plan.expert_rows()
+            self.matrices = {name: self._place(name, weights, experts.get(name)) for name in weights.matrices}
             self.vectors = dict(self._pack_vectors(plan, weights.vectors))
             self.tables: dict[str, Region] = {}
             if plan.rotated:
@@ -85,7 +86,8 @@ class DeviceWeights:
                 drop_pages(raw[at : at + PIECE_BYTES])
         self._uploads.clear()
 
-    def _place(self, name: str, weights: Weights) -> DeviceMatrix:
+    def _place(self, name: str, weights: Weights, expert: int | None) -> DeviceMatrix:
+        """expert: the rows of one, in a matrix that holds several: a part has whole ones."""
         m = weights.matrices[name]
         width = 16 * m.blocks
         most = self._gpu.binding_bytes // width
@@ -93,12 +95,17 @@ class DeviceWeights:
             most -= most % 2  # two scales stand in a word
         if not most:
             raise GraphError(f"a row of {name}, {width} bytes, is more than a binding takes: {self._gpu.binding_bytes}")
+        if expert is not None:
+            if most < expert:
+                takes, binds = (f"{size / 1e6:.3g} MB" for size in (expert * width, self._gpu.binding_bytes))
+                raise GraphError(f"an expert of {name} takes {takes}, and {self._gpu.found.name} binds at most {binds}")
+            most -= most % expert
         parts = []
         for first in range(0, m.rows, most):
             last = min(m.rows, first + most)
             scales = None if m.scales is None else self._region(m.scales[first:last])
             parts.append(Part(self._region(m.values[first:last]), scales, first, last - first))
-        return DeviceMatrix(m.rows, m.columns, m.fmt, tuple(parts))
+        return DeviceMatrix(expert or m.rows, m.columns, m.fmt, tuple(parts))
 
     def _pack_vectors(
         self, plan: PackedPlan, vectors: Mapping[str, NDArray[np.float32]]
@@ -109,8 +116,9 @@ class DeviceWeights:
             for j, mixer in enumerate(layer.mixers):
                 own = {n: vectors[to + n] for n, _ in packed_mixer(mixer, plan.hidden) if to + n in vectors}
                 yield f"{to}mixer{j}", self._packed({"norm1": vectors[to + "norm1"], **own})
-            if layer.mlp is not None:
-                names = ["norm2", *(n for n, _ in layer.mlp.parameters(plan.hidden) if to + n in vectors)]
+            if layer.followers:
+                known = (n for part in layer.followers for n, _ in packed_follower(part, plan.hidden))
+                names = ["norm2", *(n for n in known if to + n in vectors)]
                 yield f"{to}mlp", self._packed({n: vectors[to + n] for n in names})
 
     def _packed(self, vectors: Mapping[str, NDArray[np.float32]]) -> Vectors:

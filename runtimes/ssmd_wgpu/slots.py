@@ -43,7 +43,7 @@ class Slots:
 
     def __init__(self, gpu: Gpu, spec: StateSpec, most_tokens: int, context: int) -> None:
         self._gpu, self._spec = gpu, spec
-        self.page = PAGE
+        self.page, self.most_tokens = PAGE, max(STREAMS, most_tokens)  # rows of a call
         self.most_pages = -(-context // self.page) if spec.rows else 0  # of one slot
         self.tables = CONTROL + most_tokens  # where the pages of slot 0 begin in the control buffer, in words
         self.control = gpu.region(4 * (self.tables + RESIDENT * self.most_pages))
@@ -209,6 +209,8 @@ class Slots:
             x, y = op.grid
             if op.tokens:
                 y = -(-count // op.tokens)
+            if op.high is not None:
+                y = op.high(count)
             if op.paged:
                 y *= parts
             made.append(dispatch(op.kernel.pipeline, op.group0, self._group(op.kernel, op.layer), x, y))

@@ -167,12 +167,16 @@ def shapes_of(plan: PackedPlan, quantization: Format) -> list[tuple[int, int, Fo
     The time step's own matrix is left out, as it is not a product of a step.
     """
     count = Counter(
-        (size[0], size[1], format_of(name, quantization))
-        for name, size in plan.packed().items()
-        if is_matrix(name, size) and not name.endswith("_dt")
+        (*size, format_of(name, quantization)) for name, size in products_of(plan).items() if not name.endswith("_dt")
     )
     made = [(*key, n) for key, n in count.items()]
     return sorted(made, key=lambda one: (-one[0] * blocks(one[1], one[2]) * one[3], one))
+
+
+def products_of(plan: PackedPlan) -> dict[str, tuple[int, int]]:
+    """Return the shape of each matrix of a plan; of a layer's experts that of one."""
+    experts = plan.expert_rows()
+    return {n: (experts.get(n, size[0]), size[1]) for n, size in plan.packed().items() if is_matrix(n, size)}
 
 
 def measured(gpu: Gpu, plan: PackedPlan, quantization: Format) -> Tuning:
@@ -229,7 +233,7 @@ class _Bench:
     def __init__(self, gpu: Gpu, plan: PackedPlan) -> None:
         self.gpu, self.plan = gpu, plan
         rng = np.random.default_rng(0)
-        sizes = [size for name, size in plan.packed().items() if is_matrix(name, size)]
+        sizes = products_of(plan).values()
         most_rows, most = max(size[0] for size in sizes), max(size[1] for size in sizes)
         products = max([size[0] for size in sizes if size[0] != plan.vocabulary], default=1)
         # Halves without their exponent's first bit: small numbers in any format.

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from conftest import BUILT, FAMILIES, FOREIGN, KEPT, TinyArtifacts
+from conftest import BUILT, FAMILIES, FOREIGN, KEPT, QUICK, TinyArtifacts
 from contract.driving import Case, Loaded
 from evaluated import runtime_of
 
@@ -49,9 +49,9 @@ MORE = [
 MORE += [Case(r, "granite", "int8", refitted=True) for r in ("litert", "openvino")]
 MORE += [Case("openvino", "lfm2-moe", "int8")]
 MORE += [Case("coreml", "llama", "f16"), Case("coreml", "mamba", "f16")]
-MORE += [Case("wgpu", f, "f32") for f in ("falcon-mamba", "qwen3.5")]
+MORE += [Case("wgpu", f, "f32") for f in ("falcon-mamba", "qwen3.5", "lfm2-moe")]
 MORE += [replace(c, device="gl") for c in CASES + MORE if c.runtime == "wgpu"]
-GL = ("granite", "falcon-mamba")  # which use all kernels but those of quantized weights
+GL = ("granite", "falcon-mamba", "lfm2-moe")  # which use all kernels but those of quantized weights
 PARITY = [
     Case(m.runtime, m.variant, "f32", device=usable_device(m.runtime) if m.runtime in FOREIGN else "")
     for m in BUILT.values()
@@ -91,7 +91,8 @@ def loaded(
 
 
 @pytest.fixture(
-    scope="session", params=_params(PARITY, lambda c: c.name not in KEPT or (c.device == "gl" and c.family not in GL))
+    scope="session",
+    params=_params(PARITY, lambda c: c.name not in (*KEPT, *QUICK) or (c.device == "gl" and c.family not in GL)),
 )
 def loaded_f32(request: pytest.FixtureRequest, artifacts: TinyArtifacts) -> Iterator[Loaded]:
     yield from _load(request.param, Artifact.open(artifacts[request.param.name]))

@@ -115,8 +115,8 @@ def test_int8_stays_near_float32(loaded: Loaded, artifacts: Mapping[str, Path]) 
     assert report.worst.rms_relative <= {"f32": 1e-5, "f16": f16, "int8": 0.06}[case.quantization]
     if case.runtime in FOREIGN:  # whose golden values may be its own
         return
-    plain = f"{case.family}-f32"  # LiteRT's; what it does not serve, such as experts, has this runtime's own
-    other = Artifact.open(artifacts[plain if plain in artifacts else f"{case.runtime}-{plain}"])
+    plain = f"{case.family}-f32"  # LiteRT's; of what it does not serve, such as experts, OpenVINO's
+    other = Artifact.open(artifacts[plain if plain in artifacts else f"openvino-{plain}"])
     if case.runtime == "wgpu":  # whose reference is another one, in numpy and float64
         ours, pytorchs = (load_file(a.file("golden.safetensors"))["logits"] for a in (built, other))
         assert error(ours, pytorchs) <= TOLERANCE

@@ -341,7 +341,7 @@ def test_a_step_whose_handles_take_one_anothers_memory(loaded: WgpuProgram, monk
 
 
 @pytest.mark.parametrize("quantization", ["f16", "int8", "int4"])
-@pytest.mark.parametrize("variant", ["granite", "falcon-mamba", "lfm2", "qwen3.5"])
+@pytest.mark.parametrize("variant", ["granite", "falcon-mamba", "lfm2", "qwen3.5", "lfm2-moe"])
 def test_kernels_compute_with_the_dequantized_weights_of_a_file(
     quantization: pack.Format, variant: str, artifacts: TinyArtifacts, tmp_path: Path
 ) -> None:

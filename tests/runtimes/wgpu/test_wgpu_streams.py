@@ -25,12 +25,13 @@ STEPS = 6
 # A family of each kind of layer, and each format of weights.
 CASES: list[tuple[str, Format]] = [
     *(("granite", q) for q in ("int8", "int4")),
-    *((v, "f32") for v in ("falcon-mamba", "lfm2", "falcon-h1-norm", "qwen3", "qwen3.5")),
+    *((v, "f32") for v in ("falcon-mamba", "lfm2", "falcon-h1-norm", "qwen3", "qwen3.5", "lfm2-moe")),
 ]
 MORE: list[tuple[str, Format]] = [
     *(("granite", q) for q in ("f16", "f32")),
     *((v, "int4") for v in ("falcon-mamba", "lfm2", "qwen3", "qwen3.5")),
-    *((v, "int8") for v in ("nemotron-h-biases", "mamba2-groups", "mamba", "qwen3.5")),
+    *((v, "int8") for v in ("nemotron-h-biases", "mamba2-groups", "mamba", "qwen3.5", "granite-moe")),
+    ("lfm2-moe", "int4"),
 ]
 
 
