@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ssmd.model.plan import Experts
 from ssmd_wgpu.device import Gpu, shader
@@ -22,7 +21,7 @@ from ssmd_wgpu.products import Products, Tiling, ahead, rows_per_thread
 from ssmd_wgpu.recorder import Region
 from ssmd_wgpu.resident import DeviceWeights
 
-TILE = 32  # pairs, and rows of a matrix: an expert has few rows of a prompt
+TILE = 8  # pairs: an expert has few rows of a prompt, and of a tile that is not full the rest is computed, too
 
 
 @dataclass(frozen=True)
@@ -108,37 +107,39 @@ class Mixtures:
         """Yield a product with the chosen experts' matrices for each part of them that a binding holds."""
         m = self._matrices[name]
         t = self._tiling.of(m)
-        rows = rows_per_thread(t, 1) if m.rows >= 512 else 2
+        columns = 1 if streams else TILE
+        rows = rows_per_thread(t, columns) if m.rows >= 512 else 2
         across = -(-m.rows // (64 // t.threads_per_row * rows))
         for cut in m.parts:
-            here = {**groups.sizes, "first": cut.first // m.rows, "here": cut.rows // m.rows, "into": end == "swiglu"}
-            sizes: dict[str, Any] = {**m.sizes, "rows": m.rows, "gain": gain, "end": end, "experts": here}
+            text = shader(
+                "experts_product",
+                **m.sizes,
+                rows=m.rows,
+                threads_per_row=t.threads_per_row,
+                subgroups=t.subgroups,
+                rows_per_thread=rows,
+                ahead=ahead(t, m.fmt, columns, rows, 1),
+                streams=columns,
+                unit=1,
+                threads=64,
+                gain=gain,
+                eps=f32(self._plan.eps),
+                end=end,
+                across=across,
+                tiled=not streams,
+                experts={**groups.sizes, "first": cut.first // m.rows, "here": cut.rows // m.rows},
+            )
             regions = {**self._regions(part), "W": cut.values, "S": cut.scales}
             regions |= {"X": self._buffers[x], "Y": self._buffers[y]}
             if streams:
-                text = shader(
-                    "experts_step",
-                    **sizes,
-                    threads_per_row=t.threads_per_row,
-                    subgroups=t.subgroups,
-                    rows_per_thread=rows,
-                    ahead=ahead(t, m.fmt, 1, rows, 1),
-                    streams=1,
-                    unit=1,
-                    threads=64,
-                    eps=f32(self._plan.eps),
-                    groups=across,
-                )
                 wide = across * (groups.m.chosen if end == "swiglu" else 1)
                 yield operation(self._gpu, text, regions, (wide, 1), tokens=1)
             else:
-                text = shader("matmul", **sizes, tile=TILE, quads=1, stride=m.columns, offset=0, bias=None)
-                yield operation(self._gpu, text, regions, (-(-m.rows // TILE), 1), high=groups.tiles)
+                yield operation(self._gpu, text, regions, (across, 1), high=groups.tiles)
 
     def _regions(self, part: str) -> dict[str, Region | None]:
         names = ("scores", "experts", "shares", "groups")
-        made = {name.upper(): self._buffers[name] for name in names}
-        return {**made, "R": self._buffers["scale"], "P": self._parts[part].region}
+        return {**{name.upper(): self._buffers[name] for name in names}, "P": self._parts[part].region}
 
 
 def buffers_of(m: Experts, hidden: int) -> dict[str, int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import card
 import conformance
 import decode
+import experts
 import gpu
 import host
 import house
@@ -55,7 +56,7 @@ LLAMA = os.environ.get("SSMD_LLAMA_LIBRARY", "")
 def rows(printed: str) -> list[list[str]]:
     """The cells of all tables' rows, without heads."""
     lines = [re.split(r" *\| *", line)[1:-1] for line in printed.splitlines() if line.startswith("| ")]
-    return [cells for cells in lines if re.match(r"\d|litert|wgpu|tiny", cells[0])]
+    return [cells for cells in lines if re.match(r"\d|litert|wgpu|tiny|int8", cells[0])]
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,17 @@ def test_gpu_that_computes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert (name, quant, how) == ("tiny", "int4", "8x4, 64/2c; fused")
     assert all(float(n.strip("%").replace(",", "")) >= 0 for n in numbers)
     assert len(numbers) == 9
+
+
+def test_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if not adapters():
+        pytest.skip("no adapter here: apt install mesa-vulkan-drivers libvulkan1")
+    sizes = {"HIDDEN": 64, "COUNT": 4, "CHOSEN": 2, "CHANNELS": 32, "STREAMS": (2,), "PROMPTS": (16,), "ROUNDS": 1}
+    for name, value in sizes.items():
+        monkeypatch.setattr(experts, name, value)
+    experts.main(["--quant", "int8"])
+    *_, step, prompt = rows(capsys.readouterr().out)
+    assert (step[:2], prompt[:2]) == (["int8", "2 streams"], ["int8", "prompt of 16"])
 
 
 def test_the_report_of_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,9 @@
 // Y = norm(X) W^T + bias for T tokens, in tiles of TM tokens and TN rows of W. Each thread has one quad of tokens and one
-// of rows, or two of each, which lie SIDE quads apart. `experts`: with several matrices one after another in W. Each tile
-// is of one of them, and in place of tokens it has pairs of a token and a chosen expert, as experts_group.wgsl groups them.
+// of rows, or two of each, which lie SIDE quads apart.
 {% import "weights.wgsl" as weights %}
 {% include "numbers.wgsl" %}
 {% include "vectors.wgsl" %}
 {% include "product.wgsl" %}
-{% set several = experts is defined %}
-{% set row_of_x = "t / %du" % experts.chosen if several and experts.into else "t" %}
 
 const TM = {{ tile }}u;
 const TN = {{ tile }}u;
@@ -15,35 +12,21 @@ const SIDE = {{ tile // 4 // quads }}u;
 const THREADS = SIDE * SIDE;
 @group(0) @binding(2) var<storage, read> P: array<vec4<f32>>;  // gain (K), bias (N), see Vectors
 @group(0) @binding(3) var<storage, read> X: array<f32>;  // (T, stride), of which K from an offset on
-@group(0) @binding(4) var<storage, read_write> Y: array<f32>;  // (T, N), swiglu: (T, N / 2); experts: of pairs
+@group(0) @binding(4) var<storage, read_write> Y: array<f32>;  // (T, N), swiglu: (T, N / 2)
 {% if gain is not none %}
 @group(0) @binding(5) var<storage, read> R: array<f32>;  // (T): 1 / rms(x)
 {% endif %}
-{% if several %}
-@group(0) @binding(6) var<storage, read> GROUPS: array<u32>;  // see Groups in experts.py
-{% else %}
 {% include "control.wgsl" %}
-{% endif %}
 
-{% if several %}
-const NONE = 0xffffffffu;
-var<workgroup> pairs: array<u32, TM>;  // of this tile; NONE beyond the expert's last
-{% endif %}
 var<workgroup> xs: array<vec4<f32>, {{ 32 * tile // 4 }}>;  // (TK, TM / 4)
 var<workgroup> ws: array<vec4<f32>, {{ 32 * tile // 4 }}>;  // (TK, TN / 4)
 
 fn finished(i: u32, sum: f32, t: u32) -> f32 {  // row i of this shader
-  return sum{% if gain is not none %} * R[{{ row_of_x }}]{% endif %}{% if bias is not none %} + p({{ bias }}u + row_of(i)){% endif %};
+  return sum{% if gain is not none %} * R[t]{% endif %}{% if bias is not none %} + p({{ bias }}u + row_of(i)){% endif %};
 }
 
-fn write(row: u32, n: u32, sums: vec4<f32>, count: u32) {  // of rows n to n + 3
-{% if several %}
-  let t = pairs[row];
-  if (t == NONE) { return; }
-{% else %}
-  let t = row;
+fn write(t: u32, n: u32, sums: vec4<f32>, count: u32) {  // of rows n to n + 3
   if (t >= count) { return; }
-{% endif %}
 {% if end == "swiglu" %}
   for (var j = 0u; j < 4u; j += 2u) {
     if (n + j + 1u < N) {
@@ -64,20 +47,8 @@ fn write(row: u32, n: u32, sums: vec4<f32>, count: u32) {  // of rows n to n + 3
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) li: u32) {
-  {% if several %}
-  if (group.y >= GROUPS[{{ experts.count + 1 }}]) { return; }
-  let expert = GROUPS[{{ experts.tiles_at }}u + 2u * group.y];
-  if (expert - {{ experts.first }}u >= {{ experts.here }}u) { return; }  // of another part
-  expert_row = (expert - {{ experts.first }}u) * N;
-  let slot = GROUPS[{{ experts.tiles_at }}u + 2u * group.y + 1u] + li;
-  if (li < TM) { pairs[li] = select(NONE, GROUPS[{{ experts.places_at }}u + slot], slot < GROUPS[expert + 1u]); }
-  workgroupBarrier();
-  let count = TM;
-  let t0 = 0u;
-  {% else %}
   let count = CTL[1];
   let t0 = group.y * TM;
-  {% endif %}
   let n0 = group.x * TN;
   let tm = li / SIDE;
   let tn = li % SIDE;
@@ -94,19 +65,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
       let m = i / TK;
       var v = vec4<f32>();
       if (k < K) {
-        {% if several %}
-        {% for j in range(4) %}
-        {
-          let t = pairs[4u * m + {{ j }}u];
-          if (t != NONE) { v[{{ j }}] = X[{{ row_of_x }} * {{ stride }}u + {{ offset }}u + k]; }
-        }
-        {% endfor %}
-        {% else %}
         let at = (t0 + 4u * m) * {{ stride }}u + {{ offset }}u + k;
         {% for j in range(4) %}
         if (t0 + 4u * m + {{ j }}u < count) { v[{{ j }}] = X[at + {{ j * stride }}u]; }
         {% endfor %}
-        {% endif %}
         {% if gain is not none %}
         v *= p({{ gain }}u + k);
         {% endif %}

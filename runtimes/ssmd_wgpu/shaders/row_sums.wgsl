@@ -1,4 +1,4 @@
-{# The sums of rows `base` to `base` + RPT for rows `row` on of x. Of TPR threads each takes every TPR-th unit of blocks, from
+{# The sums of rows `base` to `base` + RPT for rows `row` on of x; `rows_apart`: for its rows row0, row1 and so on. Of TPR threads each takes every TPR-th unit of blocks, from
    its `lane` on: units are summed up by themselves, then those of a thread, then those of the threads. While there are
    enough, `ahead` units are read before the first is used; they are summed up in the same order. #}
 {# A unit begins: its own sums. #}
@@ -28,7 +28,7 @@
         let g = P[min({{ gain // 4 }}u + k, arrayLength(&P) - 1u)];
         {% endif %}
         {% for c in range(streams) %}
-        var x{{ c }} = loaded(row + {{ c }}u, k);
+        var x{{ c }} = loaded({{ "row%d" % c if rows_apart is defined else "row + %du" % c }}, k);
         {% if gain is not none %}
         q{{ c }} += dot(x{{ c }}, x{{ c }});
         x{{ c }} *= g;

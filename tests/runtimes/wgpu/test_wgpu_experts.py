@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,18 @@ from ssmd.model.artifact import Artifact
 from ssmd.model.plan import Experts
 from ssmd.model.source import Source
 from ssmd.runtime.protocol import ProgramError
-from ssmd_wgpu import pack
+from ssmd_wgpu import pack, runtime, tuning
 from ssmd_wgpu.build import CONVERTER, packed_plan, recipe_of, rows_of
 from ssmd_wgpu.device import Gpu, adapters, shader
 from ssmd_wgpu.experts import TILE, Groups
 from ssmd_wgpu.pack import Format
+from ssmd_wgpu.products import SOFTWARE
 from ssmd_wgpu.program import WgpuProgram
 from ssmd_wgpu.reference import expert_shares
 from ssmd_wgpu.runtime import WgpuRuntime
 
 IDS: list[int] = np.random.default_rng(5).integers(0, 384, 200).tolist()
+MOST = 80  # rows of a call
 # Experts, of which so many are chosen: one, all, more than a workgroup has threads.
 COUNTS = [(1, 1), (5, 5), (8, 3), (64, 6), (300, 10)]
 
@@ -173,57 +176,56 @@ class Layer:
     def wanted(self) -> Array:
         return np.asarray(self.x + (self.shares[..., None] * self.outer).sum(1))
 
-    def part(self, first: int, here: int, into: bool) -> tuple[dict[str, Array], dict[str, Any]]:
-        """The weights of some experts, and the sizes of a product with them."""
-        weights, sizes = (self.into, self.into_sizes) if into else (self.down, self.down_sizes)
-        rows = sizes["rows"] // self.m.count
-        words = Groups(self.m, 80).sizes
+    def product(self, gpu: Gpu, arrays: dict[str, Array], first: int, here: int, end: str, tiled: bool) -> Array:
+        """Y after a product with some of the experts. Rows of a step are those of EXPERTS."""
+        weights, sizes = (self.into, self.into_sizes) if end == "swiglu" else (self.down, self.down_sizes)
+        rows, groups = sizes["rows"] // self.m.count, Groups(self.m, MOST)
         cut = {name: array[first * rows : (first + here) * rows] for name, array in weights.items()}
-        gain = self.at["gain"] if into else None
-        more = {"experts": {**words, "first": first, "here": here, "into": into}, "gain": gain}
-        return cut, {**sizes, "rows": rows, **more}
+        across = -(-rows // 16)
+        text = shader(
+            "experts_product",
+            **{**sizes, "rows": rows, "threads_per_row": 8, "rows_per_thread": 2, "subgroups": False, "ahead": 1},
+            unit=1,
+            threads=64,
+            eps=EPS,
+            end=end,
+            across=across,
+            tiled=tiled,
+            streams=TILE if tiled else 1,
+            gain=self.at["gain"] if end == "swiglu" else None,
+            experts={**groups.sizes, "first": first, "here": here},
+        )
+        count = len(arrays["EXPERTS"])
+        grid = (across, groups.tiles(count)) if tiled else (across * (self.m.chosen if end == "swiglu" else 1), count)
+        [y] = run(gpu, text, {"P": self.p, **arrays, **cut}, grid, "Y")
+        return y
 
     def stepped(self, gpu: Gpu, rows: list[int], parts: list[tuple[int, int]]) -> tuple[Array, Array]:
         """The values between the products and the sum with x, of these rows in one step."""
-        arrays = {"P": self.p, "EXPERTS": self.experts[rows], "SHARES": self.shares[rows]}
-        lanes = {"threads_per_row": 8, "rows_per_thread": 2, "subgroups": False, "ahead": 1}
-        plain = {**lanes, "streams": 1, "unit": 1, "threads": 64, "eps": EPS}
-        inner = np.full((len(rows), self.m.chosen, self.m.intermediate), 5, np.float32)
-        y = self.x[rows]
+        arrays: dict[str, Array] = {"EXPERTS": self.experts[rows], "SHARES": self.shares[rows]}
+        inner: Array = np.full((len(rows), self.m.chosen, self.m.intermediate), 5, np.float32)
+        y: Array = self.x[rows]
         for first, here in parts:
-            weights, sizes = self.part(first, here, True)
-            across = -(-sizes["rows"] // 16)
-            text = shader("experts_step", **sizes, **plain, end="swiglu", groups=across)
-            given = {**arrays, **weights, "X": self.x[rows], "Y": inner}
-            [inner] = run(gpu, text, given, (across * self.m.chosen, len(rows)), "Y")
+            given = {**arrays, "X": self.x[rows], "Y": inner}
+            inner = self.product(gpu, given, first, here, "swiglu", False)
         for first, here in parts:
-            weights, sizes = self.part(first, here, False)
-            across = -(-sizes["rows"] // 16)
-            text = shader("experts_step", **sizes, **plain, end="add", groups=across)
-            [y] = run(gpu, text, {**arrays, **weights, "X": inner, "Y": y}, (across, len(rows)), "Y")
+            y = self.product(gpu, {**arrays, "X": inner, "Y": y}, first, here, "add", False)
         return inner, y
 
-    def prefilled(self, gpu: Gpu, parts: list[tuple[int, int]]) -> tuple[Array, Array, Array]:
-        """The values between the products, the experts' outputs, and their sum with x."""
-        count, groups = len(self.x), Groups(self.m, 80)
-        r = 1 / np.sqrt((self.x.astype(np.float64) ** 2).mean(-1) + 1e-5)
-        arrays = {"P": self.p, "R": r.astype(np.float32), "GROUPS": grouped(gpu, self.m, self.experts, 80)}
-        inner = np.full((count, self.m.chosen, self.m.intermediate), 5, np.float32)
-        outer = np.full((count, self.m.chosen, self.x.shape[1]), 5, np.float32)
-        plain = {"tile": TILE, "quads": 1, "offset": 0, "bias": None}
-        for end in ("swiglu", "store"):
-            for first, here in parts:
-                weights, sizes = self.part(first, here, end == "swiglu")
-                text = shader("matmul", **sizes, **plain, stride=sizes["columns"], end=end)
-                own = {"X": self.x, "Y": inner} if end == "swiglu" else {"X": inner, "Y": outer}
-                grid = -(-sizes["rows"] // TILE), groups.tiles(count)
-                [y] = run(gpu, text, {**arrays, **weights, **own}, grid, "Y")
-                inner, outer = (y, outer) if end == "swiglu" else (inner, y)
-        hidden = self.x.shape[1]
-        text = shader("experts_sum", columns=hidden, chosen=self.m.chosen)
-        given = {"Y": outer, "SHARES": self.shares, "X": self.x}
-        [x] = run(gpu, text, given, (-(-hidden // 64), count), "X")
-        return inner, outer, x
+    def prefilled(self, gpu: Gpu, parts: list[tuple[int, int]], of: slice) -> tuple[Array, Array, Array]:
+        """The values between the products, the experts' outputs, and their sum with x, of these rows in one prompt."""
+        x, experts = self.x[of], self.experts[of]
+        arrays = {"EXPERTS": experts, "GROUPS": grouped(gpu, self.m, experts, MOST)}
+        inner: Array = np.full((*experts.shape, self.m.intermediate), 5, np.float32)
+        outer: Array = np.full((*experts.shape, x.shape[1]), 5, np.float32)
+        for first, here in parts:
+            inner = self.product(gpu, {**arrays, "X": x, "Y": inner}, first, here, "swiglu", True)
+        for first, here in parts:
+            outer = self.product(gpu, {**arrays, "X": inner, "Y": outer}, first, here, "store", True)
+        text = shader("experts_sum", columns=x.shape[1], chosen=self.m.chosen)
+        given = {"Y": outer, "SHARES": self.shares[of], "X": x}
+        [y] = run(gpu, text, given, (-(-x.shape[1] // 64), len(x)), "X")
+        return inner, outer, y
 
 
 def halves(count: int) -> list[tuple[int, int]]:
@@ -254,18 +256,19 @@ def test_a_step_computes_the_chosen_experts(any_gpu: Gpu, fmt: Format, sizes: tu
 def test_a_prefill_computes_the_chosen_experts(
     gpu: Gpu, fmt: Format, sizes: tuple[int, int, int, int], kind: str, count: int
 ) -> None:
-    """With experts that no row chose, and with one that all chose. Parts of the weights change no bit."""
+    """With experts that no row chose, and with one that all chose; neither parts of the weights nor rows beside change
+    a bit, and the values between the products are those of a step."""
     layer = Layer(sizes, fmt, choices(kind, mixture(*sizes[:2]), count))
-    found = layer.prefilled(gpu, [(0, layer.m.count)])
+    whole = [(0, layer.m.count)]
+    found = layer.prefilled(gpu, whole, slice(None))
     for array, wanted in zip(found, (layer.inner, layer.outer, layer.wanted), strict=True):
-        close(array, wanted, 2e-5)
-    again = layer.prefilled(gpu, halves(layer.m.count))
+        close(array, wanted)
+    again = layer.prefilled(gpu, halves(layer.m.count), slice(None))
     assert [a.tobytes() for a in again] == [a.tobytes() for a in found]
-    some = Layer.__new__(Layer)  # the last rows alone: other tiles, the same bits
-    some.__dict__ |= vars(layer)
-    some.x, some.experts, some.shares = layer.x[count // 2 :], layer.experts[count // 2 :], layer.shares[count // 2 :]
-    for array, part in zip(found, some.prefilled(gpu, [(0, layer.m.count)]), strict=True):
-        assert part.tobytes() == array[count // 2 :].tobytes()
+    rest = slice(count // 2, None)  # in other tiles
+    for array, part in zip(found, layer.prefilled(gpu, whole, rest), strict=True):
+        assert part.tobytes() == array[rest].tobytes()
+    assert layer.stepped(gpu, [0, count - 1], whole)[0].tobytes() == found[0][[0, count - 1]].tobytes()
 
 
 # Whole models.
@@ -352,6 +355,26 @@ def test_experts_leave_no_trace_of_other_calls(loaded: WgpuProgram, moe: Artifac
     fresh.close()
 
 
+def test_every_form_of_a_product_computes_the_same_experts(
+    moe: Artifact, loaded: WgpuProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU's are measured: threads of a row, its rows and blocks ahead, with subgroups and without."""
+
+    def both(program: WgpuProgram) -> Array:
+        handle = program.new_state()
+        made = [program.prefill(handle, IDS[:40]), *program.decode([handle], IDS[40:41])]
+        program.release(handle)
+        return np.stack(made)
+
+    wanted = both(loaded)
+    for threads, rows, subgroups, units in tuning.forms(Gpu(adapters()[0])):
+        tiling = replace(SOFTWARE, threads_per_row=threads, rows_per_thread=rows, subgroups=subgroups, ahead=units)
+        monkeypatch.setattr(runtime, "tuned", lambda *_, tiling=tiling: tuning.Tuning(tiling))
+        program = WgpuRuntime().load(moe)
+        assert np.abs(both(program) - wanted).max() <= 1e-5 * np.abs(wanted).max()
+        program.close()
+
+
 def test_experts_that_a_binding_does_not_hold(moe: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are bound by parts, four of eight experts in each. A prompt's bits do not depend on it."""
     monkeypatch.setattr(Gpu, "coherent", False)  # sums of kernels that go on would be larger than a binding
@@ -380,7 +403,7 @@ def test_an_expert_larger_than_a_binding_is_refused(moe: Artifact, monkeypatch: 
 
 @pytest.mark.parametrize("variant", ["lfm2-moe", "granite-moe"])
 def test_experts_are_packed_one_after_another(artifacts: TinyArtifacts, variant: str) -> None:
-    """Their blocks are an expert's or less, and routers stay float32 in every quantization."""
+    """And routers stay float32 in every quantization."""
     source = Source.open(artifacts.source(f"wgpu-{variant}-f32"))
     family = family_of(source.config)
     config = family.parse(source.config)
