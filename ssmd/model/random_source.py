@@ -48,10 +48,12 @@ class SeededSource:
             part = values[start : start + _BLOCK]
             part[:] = _between(key, begin + start, len(part))
         if name.endswith(_DECAY_RATE):
-            return np.log(8.5 + 7.5 * values.astype(np.float64)).astype(np.float32)
+            rates: NDArray[np.float32] = np.log(8.5 + 7.5 * values.astype(np.float64)).astype(np.float32)
+            return rates
         if name.endswith(_TIME_STEP):
             steps = np.exp(math.log(0.01) + math.log(10) * values.astype(np.float64))
-            return np.log(np.expm1(steps)).astype(np.float32)
+            biases: NDArray[np.float32] = np.log(np.expm1(steps)).astype(np.float32)
+            return biases
         if len(shape) == 1:
             return np.float32(1) + values * _SPREAD
         return (values * np.float32(math.sqrt(3 / row))).reshape(-1, *shape[1:])
