@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("runtime")
     parser.add_argument("quantization", nargs="?")
     parser.add_argument("--folder", type=Path, help="for all files; else a temporary one")
-    parser.add_argument("--keep", action="store_true", help="leave the artifact in FOLDER, which may have none of it yet")
+    parser.add_argument("--keep", action="store_true", help="leave the artifact in FOLDER, which has none of it yet")
     asked = parser.parse_args()
     said = conditions()
     with contextlib.ExitStack() as stack:

@@ -49,7 +49,7 @@ def test_it_ends_when_the_daemon_does(sign: str, artifacts: TinyArtifacts, tmp_p
             assert _is_there(pid)
             assert os.getpriority(os.PRIO_PROCESS, pid) >= 15
             daemon.send_signal(signal.Signals[sign])
-        soon(lambda: not _is_there(pid))
+        soon(lambda: not _is_there(pid), within_s=60)
         hub.going.set()
     assert [path for path in (tmp_path / "models").rglob("*") if path.is_file()] == []
 

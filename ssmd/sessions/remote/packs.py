@@ -74,7 +74,10 @@ class MountedFolder:
     def _create(self, create: bool, of: str) -> None:
         if not create:
             raise RemoteError(f"{self.root} holds no remote any more; is it mounted? Or name the folder that has it")
-        if any(not name.name.startswith(PART) for name in self.root.iterdir()):
+        full = any(not name.name.startswith(PART) for name in self.root.iterdir())
+        if (self.root / self.mark).exists():  # another machine has made it since
+            return
+        if full:
             said = f"{self.root} is not a remote, and not empty: name an empty folder, or one of a remote"
             raise RemoteError(said, lasting=True)
         self._write(self.root, self.mark, mark_of(of))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,6 +92,19 @@ def test_a_link_leads_nowhere(place: str, remote: FolderRemote, root: Path, tmp_
     assert all("link" in said or "cannot be used" in said for said in refused)
     assert (outside / "t1").read_text() == "a letter"
     assert sorted(p.name for p in outside.iterdir()) == ["t1"]
+
+
+def test_another_machine_makes_the_remote_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has sent a turn too, between two looks of this one at the folder."""
+    listed = Path.iterdir
+
+    def later(folder: Path) -> Iterator[Path]:
+        monkeypatch.undo()
+        FolderRemote.open(root, create=True).publish([turn("t1")])
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", later)
+    assert sorted(FolderRemote.open(root, create=True).turns("ses_1")) == ["t1"]
 
 
 def test_what_is_no_remote_is_refused(tmp_path: Path, root: Path) -> None:
