@@ -251,6 +251,9 @@ def test_text_is_wrapped_on_a_terminal_that_draws_alone(tmp_path: Path) -> None:
         f"from ssmd.cli.chat.terminal import Screen\nwith Screen() as s:\n    s.show({text!r})\nprint()\n"
     )
     python = f"{sys.executable} {script}"
-    with terminal(f"stty cols 12; {python}; {python} | cat; TERM=dumb {python}", dict(os.environ)) as shell:
+    runs = f"{python}; {python} | cat; TERM=dumb {python}"
+    with terminal(f"stty -echo; echo ready; read go; stty cols 12; {runs}", dict(os.environ)) as shell:
+        shell.until("ready\r\n")  # the terminal's first size is set after the shell's start
+        shell.line("go")
         lines = shell.until("(?s)more.*more.*more\r\n").splitlines()
     assert lines == ["a few words,", "and more", text, text]
