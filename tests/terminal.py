@@ -53,7 +53,9 @@ def plain(shown: str) -> str:
 def terminal(command: str, env: Mapping[str, str]) -> Iterator[Terminal]:
     """A shell command in a terminal; `$SSMD` in it is the command `ssmd`."""
     own = {**env, "TERM": "xterm", "SSMD": f"{sys.executable} -m ssmd"}
-    child = pexpect.spawn("/bin/sh", ["-c", command], env=own, encoding="utf-8", dimensions=DIMENSIONS, timeout=30)
+    child = pexpect.spawn(
+        "/bin/sh", ["-c", command], env=own, encoding="utf-8", dimensions=DIMENSIONS, timeout=30, use_poll=True
+    )
     try:
         yield Terminal(child)
     finally:
@@ -81,7 +83,7 @@ def command(*arguments: str, env: Mapping[str, str]) -> Iterator[Terminal]:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *DIMENSIONS, 0, 0))
     process = commands.start_in(theirs, *arguments, env={**env, "TERM": "xterm"})
     os.close(theirs)
-    child = _Paced(ours, encoding="utf-8", timeout=30)
+    child = _Paced(ours, encoding="utf-8", timeout=30, use_poll=True)
     try:
         yield Terminal(child)
     finally:
