@@ -70,7 +70,8 @@ def test_a_prompt_that_parts_shows_the_words_of_both(window: Window) -> None:
     window.page.click("text=Hide the words")
     window.page.wait_for_selector(".parting", state="detached")
     window.page.click("text=Show the words")
-    window.page.click(".parting a")
+    with window.page.expect_response(lambda response: response.url.endswith(f"/sessions/{earlier}")):
+        window.page.click(".parting a")
     window.soon(lambda: window.session == earlier)
     assert window.page.request.delete(f"{window.url}/ssmd/v1/sessions/{earlier}").ok
     window.open(f"#/chat/{later}")
