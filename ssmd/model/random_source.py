@@ -20,6 +20,7 @@ _GOLDEN, _MIX1, _MIX2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1C
 _SPREAD = np.float32(0.75)
 _BITS = 24  # of a float32's mantissa
 _DECAY_RATE = ".linear_attn.A_log"  # log of 1 to 16, spread evenly
+_DECIDING = np.float32(64)  # of scores between 0 and 1
 _TIME_STEP = ".linear_attn.dt_bias"  # its softplus lies between 0.001 and 0.1, spread evenly in the logarithm
 
 
@@ -28,7 +29,8 @@ class SeededSource:
 
     Vectors lie around 1, spread so far that a vector of another layer gives another model. Decays of gated DeltaNet
     (`linear_attn.A_log`, `linear_attn.dt_bias`) are those of a model before its training: with decays around 1 a state
-    forgets each token at once, and rounded activations turn the sign of whole heads (docs/notes/log.md).
+    forgets each token at once, and rounded activations turn the sign of whole heads (docs/notes/log.md). A router's
+    bias (`expert_bias`) decides the choice nearly alone: made-up scores lie so close that rounding would change it.
     """
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
@@ -55,7 +57,8 @@ class SeededSource:
             biases: NDArray[np.float32] = np.log(np.expm1(steps)).astype(np.float32)
             return biases
         if len(shape) == 1:
-            return np.float32(1) + values * _SPREAD
+            vector = np.float32(1) + values * _SPREAD
+            return vector * _DECIDING if name.endswith(".expert_bias") else vector
         return (values * np.float32(math.sqrt(3 / row))).reshape(-1, *shape[1:])
 
 

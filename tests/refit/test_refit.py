@@ -311,6 +311,17 @@ def test_seeded_tensors_are_the_same_everywhere() -> None:
     assert not np.array_equal(vector, SeededSource({}, 5).tensor("v", (3,)))
 
 
+def test_seeded_decays_and_biases_are_those_of_a_model() -> None:
+    """A state that forgets at once, or experts that lie close, would make of a rounding another model."""
+    source, shape = SeededSource({}, 5), (4096,)
+    rates = np.exp(source.tensor("layers.0.linear_attn.A_log", shape))
+    steps = np.log1p(np.exp(source.tensor("layers.0.linear_attn.dt_bias", shape)))
+    assert (rates.min(), rates.max(), rates.mean()) == pytest.approx((1, 16, 8.5), rel=0.02)
+    assert (steps.min(), steps.max(), np.median(steps)) == pytest.approx((0.001, 0.1, 0.01), rel=0.1)
+    biases = np.sort(source.tensor("layers.2.feed_forward.expert_bias", (32,)))
+    assert np.median(np.diff(biases)) > 1  # scores lie between 0 and 1
+
+
 # what does not fit
 
 
