@@ -383,7 +383,7 @@ class Detokenizer:
         return self._stripped(self._utf8.decode(data))
 
     def flush(self) -> str:
-        """Return U+FFFD for an unfinished character at the end; "" if there is none."""
+        """Return U+FFFD if the text ends within a character, else ""."""
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:

@@ -16,9 +16,7 @@ from shaders import (
     matrix,
     matvec,
     normal,
-    opened,
     packed,
-    reseed,
     run,
     silu,
     softplus,
@@ -34,21 +32,6 @@ from ssmd_wgpu.pack import Format
 # Key heads, value heads, values of a key, of a value: H / G of 1, 2 and 3, V above K and below, whole and odd units.
 SIZES = [(1, 1, 4, 4), (2, 4, 16, 24), (1, 3, 7, 13), (3, 3, 128, 128), (2, 6, 12, 33), (1, 2, 256, 256), (5, 5, 1, 1)]
 EPS = 1e-4
-
-
-@pytest.fixture(scope="module", params=["vulkan", pytest.param("gl", marks=pytest.mark.full)])
-def gpu(request: pytest.FixtureRequest) -> Gpu:
-    return opened(request.param)
-
-
-@pytest.fixture(scope="module", params=["vulkan", "gl"])
-def any_gpu(request: pytest.FixtureRequest) -> Gpu:
-    return opened(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _own_numbers(request: pytest.FixtureRequest) -> None:
-    reseed(request.node.name)
 
 
 def mixer_of(groups: int, heads: int, key_dim: int, value_dim: int) -> GatedDeltaNet:

@@ -24,9 +24,7 @@ from shaders import (
     matrix,
     normal,
     normed,
-    opened,
     packed,
-    reseed,
     run,
     silu,
 )
@@ -53,21 +51,6 @@ IDS: list[int] = np.random.default_rng(5).integers(0, 384, 200).tolist()
 MOST = 80  # rows of a call
 # Experts, of which so many are chosen: one, all, more than a workgroup has threads.
 COUNTS = [(1, 1), (5, 5), (8, 3), (64, 6), (300, 10)]
-
-
-@pytest.fixture(scope="module", params=["vulkan", pytest.param("gl", marks=pytest.mark.full)])
-def gpu(request: pytest.FixtureRequest) -> Gpu:
-    return opened(request.param)
-
-
-@pytest.fixture(scope="module", params=["vulkan", "gl"])
-def any_gpu(request: pytest.FixtureRequest) -> Gpu:
-    return opened(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _own_numbers(request: pytest.FixtureRequest) -> None:
-    reseed(request.node.name)
 
 
 def mixture(count: int, chosen: int, **fields: Any) -> Experts:

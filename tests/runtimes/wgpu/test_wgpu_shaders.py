@@ -29,9 +29,7 @@ from shaders import (
     matvec,
     normal,
     normed,
-    opened,
     packed,
-    reseed,
     rows_of,
     run,
     scattered,
@@ -49,22 +47,6 @@ from ssmd_wgpu.recorder import Region, dispatch
 from ssmd_wgpu.resident import DeviceMatrix
 from ssmd_wgpu.slots import CONTROL
 from ssmd_wgpu.ssd import CHUNK, recurrence, spread
-
-
-@pytest.fixture(scope="module", params=["vulkan", pytest.param("gl", marks=pytest.mark.full)])
-def gpu(request: pytest.FixtureRequest) -> Gpu:
-    """OpenGL has a smaller set by default: its kernels are those of Vulkan, translated by another backend of wgpu."""
-    return opened(request.param)
-
-
-@pytest.fixture(scope="module", params=["vulkan", "gl"])
-def any_gpu(request: pytest.FixtureRequest) -> Gpu:
-    return opened(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _own_numbers(request: pytest.FixtureRequest) -> None:
-    reseed(request.node.name)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
