@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -195,11 +196,17 @@ def test_logprobs_come_with_their_text(tiny: Daemon) -> None:
     assert "logprobs" not in whole_of(ask(tiny, user("a"), said="x", store=False))
 
 
-def test_silence_is_filled_with_spaces(artifacts: TinyArtifacts) -> None:
+def test_silence_is_filled_with_spaces(artifacts: TinyArtifacts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients parse each line as JSON, which may begin with spaces."""
-    settings = Settings(stream_comment=0.01)
-    with daemon(artifacts["mamba-f32"], None, settings=settings) as one:
-        body = {"model": one.model, "messages": [user(LONG * 8)], "options": {"num_predict": 2}}
+    with daemon(artifacts["mamba-f32"], None, settings=Settings(stream_comment=0.05)) as one:
+        prefill = one.engine.program.prefill
+
+        def slowly(*given: Any) -> Any:
+            time.sleep(0.5)
+            return prefill(*given)
+
+        monkeypatch.setattr(one.engine.program, "prefill", slowly)
+        body = {"model": one.model, "messages": [user(LONG)], "options": {"num_predict": 2}}
         answer = one.served.ask("POST", CHAT, body)
     assert answer.body.startswith(b" ")
     assert len(lines_of(answer)) >= 1
