@@ -220,7 +220,7 @@ def _before(source: Path) -> zstandard.ZstdCompressionDict:
 
 def _encoded(array: Any) -> Iterator[bytes]:
     for name, form in ENCODINGS.items():
-        if name.startswith(("coreml", "nncf-int4")):
+        if name.startswith("coreml") or "int4" in name:
             continue  # they came later: what is kept was compressed without them
         if array.ndim == 2 or not form.matrices:
             yield np.ascontiguousarray(form.form(array)[form.part]).tobytes()

@@ -23,7 +23,8 @@ def stripped(artifact: Artifact, source: Source, name: str = "tiny") -> Stripped
     m = artifact.manifest
     tiers = m.tiers or (512,)
     bindings = bindings_of(source.config, m.quantization_recipe, tiers[-1])
-    files, literals = strip(artifact.path, CONVERTERS[m.runtime].constants(artifact.path), bindings, source)
+    converter = CONVERTERS[m.runtime]
+    files, literals = strip(artifact.path, converter.constants(artifact.path), bindings, source, converter.encodings)
     row = (0.0,) * len(seeded_ids(m.vocabulary))
     header = Header(
         **{k: getattr(m, k) for k in ("runtime", "device_class", "quantization", "conversion", "buckets", "builders")},

@@ -39,6 +39,7 @@ class CoreMLConverter:
     context = 2048
     tiers: tuple[int, ...] = ()  # all functions share one state, and with it the capacity of its caches
     holds: ClassVar[bool] = True
+    encodings: ClassVar[str] = "coreml"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "coremltools": "coremltools"}
     late: tuple[Quantization, ...] = ()
 

@@ -57,8 +57,9 @@ class LiteRTConverter:
     context = 32_768  # where the model has as many
     tiers: tuple[int, ...] = TIERS
     quantizations: tuple[Quantization, ...] = ("int8", "int4", "f32")
-    late: tuple[Quantization, ...] = ("int8", "f32")
+    late: tuple[Quantization, ...] = ("int8", "int4", "f32")
     holds: ClassVar[bool] = False
+    encodings: ClassVar[str] = "litert"
     packages: ClassVar[Mapping[str, str]] = {
         "torch": "torch",
         "litert_torch": "litert-torch",

@@ -59,6 +59,7 @@ _OTHER = f"install the version that ssmd was made for: {to_add('build')}"
 class OpenVINOConverter:
     runtime = "openvino"
     holds: ClassVar[bool] = True
+    encodings: ClassVar[str] = "nncf"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "openvino": "openvino", "nncf": "nncf"}
 
     def __init__(self, device_class: Literal["cpu", "npu"], passes: Passes | None = None) -> None:

@@ -99,6 +99,7 @@ class Converter(Usual, Protocol):
     packages: ClassVar[Mapping[str, str]]  # by the name to import: the distribution
     late: tuple[Quantization, ...]  # for which `write` itself makes large parameters, one at a time
     holds: ClassVar[bool]  # whether it then has all quantized weights in memory at once
+    encodings: ClassVar[str]  # first word of the encodings that its matrices have (ssmd/refit/encodings.py)
 
     def prepare(self) -> None:
         """Import packages whose import takes seconds."""

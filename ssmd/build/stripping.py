@@ -139,7 +139,7 @@ def written(
     parameters = make_parameters(own, source, late=makes_late(converter, target.quantization, own))
     module = author(family, parsed, parameters, target.context)
     conversion = converter.write(module, target, folder, lambda _: nullcontext())
-    files, literals = strip(folder, converter.constants(folder), bindings, source)
+    files, literals = strip(folder, converter.constants(folder), bindings, source, converter.encodings)
     header = Header(
         name=label.name,
         origin=label.origin,
@@ -174,15 +174,15 @@ def _is_of_experts(name: str) -> bool:
 
 
 def strip(
-    folder: Path, constants: Constants, bindings: Mapping[str, Binding], source: Tensors
+    folder: Path, constants: Constants, bindings: Mapping[str, Binding], source: Tensors, encodings: str
 ) -> tuple[tuple[StrippedFile, ...], tuple[bytes, ...]]:
     """Strip the model's files in `folder` of the parameters that `bindings` make from `source`.
 
-    Returns the stripped files, and the literal bytes of each. Other constants stay. Raises StripError if a parameter is
-    not found, or a constant could be either of two.
+    encodings: as of a Converter. Returns the stripped files, and the literal bytes of each. Other constants stay.
+    Raises StripError if a parameter is not found, or a constant could be either of two.
     """
     wanted = {n: b for n, b in bindings.items() if not n.startswith(MADE)}
-    table = _table(wanted, source)
+    table = _table(wanted, source, encodings)
     files: list[StrippedFile] = []
     literals: list[bytes] = []
     found: set[str] = set()
@@ -215,22 +215,30 @@ def strip(
     return tuple(files), tuple(literals)
 
 
-def _table(bindings: Mapping[str, Binding], source: Tensors) -> dict[tuple[int, bytes], tuple[Hole, ...]]:
+def _table(
+    bindings: Mapping[str, Binding], source: Tensors, encodings: str
+) -> dict[tuple[int, bytes], tuple[Hole, ...]]:
     """Return the possible holes of a file by length and sha256: one for each parameter that has these bytes."""
     table: dict[tuple[int, bytes], dict[str, Hole]] = {}
-    for hole, content in (made for name, binding in bindings.items() for made in _encoded(name, binding(source))):
+    for hole, content in (
+        made for name, binding in bindings.items() for made in _encoded(name, binding(source), encodings)
+    ):
         key = hole.length, hashlib.sha256(content).digest()
         table.setdefault(key, {}).setdefault(hole.parameter, hole)
     return {key: tuple(holes.values()) for key, holes in table.items()}
 
 
-def _encoded(name: str, array: Array) -> Iterator[tuple[Hole, bytes]]:
-    """Yield a parameter's encodings: the whole in every encoding that fits, then single rows if there are few."""
+def _encoded(name: str, array: Array, encodings: str) -> Iterator[tuple[Hole, bytes]]:
+    """Yield a parameter's encodings: the whole in every encoding that fits, then single rows if there are few.
+
+    encodings: the first word of those of a matrix.
+    """
     rows, axes = len(array), 3 if _is_of_experts(name) else 2
     parts = [(0, rows), *((i, 1) for i in range(rows) if array.ndim > 2 and rows <= MOST_PARTS)]
     made: dict[Callable[[Array], tuple[Any, ...]], tuple[Any, ...]] = {}
     for encoding, form in ENCODINGS.items():
-        if (form.matrices and array.ndim != axes) or (form.bits == 4 and not is_multiplied(name)):
+        of_others = array.ndim != axes or not encoding.startswith(f"{encodings}-")
+        if (form.matrices and of_others) or (form.bits == 4 and not is_multiplied(name)):
             continue
         try:
             if form.form not in made:

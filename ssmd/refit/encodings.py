@@ -62,8 +62,7 @@ def _nncf_int4(rows: Array) -> tuple[Encoded, ...]:
     low, high = np.abs(blocks.min(-1, keepdims=True)), blocks.max(-1, keepdims=True)
     scale = np.where(low >= high, low, -high) / np.float32(8)
     scale = np.where(np.abs(scale) < _TINY, _TINY, scale)
-    levels = np.clip(np.rint(blocks / scale), -8, 7).astype(np.int8)
-    return _nibbles(levels.reshape(rows.shape)), _half(scale[..., 0].astype(np.float32))
+    return _nibbles(blocks / scale), _half(scale[..., 0].astype(np.float32))
 
 
 def _litert_int8(rows: Array) -> tuple[Encoded, ...]:
@@ -74,6 +73,29 @@ def _litert_int8(rows: Array) -> tuple[Encoded, ...]:
     bound = np.maximum(np.abs(rows).max(-1, keepdims=True), _SMALLEST)
     scale = bound / np.float32(127)
     return np.clip(np.rint(rows / scale), -127, 127).astype(np.int8), scale.astype("<f4")
+
+
+def _litert_int4(rows: Array) -> tuple[Encoded, ...]:
+    """Encode as ai-edge-quantizer 0.10, dequantized_weight_recovery in blocks of BLOCK: as _nncf_int4, other scales.
+
+    Of a block of ssmd/families/offsets.py the scale is the least difference between its values without their signs, and
+    zero. It is stored in float16, rounded to bfloat16 first.
+    """
+    blocks = _blocks(rows)
+    low = blocks.min(-1)
+    scale = low / np.float32(-8)
+    others = (blocks.max(-1) != scale * np.float32(7)) | (low >= 0)  # most have levels -8 and 7, one step apart
+    if others.any():
+        scale[others] = _least_difference(blocks[others])
+    return _nibbles(blocks / scale[..., None]), _half(_bfloat16(scale))
+
+
+def _least_difference(blocks: Array) -> Array:
+    """Return the scales of blocks (n, BLOCK): the least difference that is one, _SMALLEST of a block of zeros."""
+    values = np.sort(np.concatenate([np.abs(blocks), np.zeros_like(blocks[:, :1])], -1), -1)
+    differences = np.diff(values, axis=-1)
+    least = np.where(differences > _SMALLEST, differences, np.float32(np.inf)).min(-1)
+    return np.where(np.isinf(least), _SMALLEST, least)
 
 
 def _coreml_int8(rows: Array) -> tuple[Encoded, ...]:
@@ -96,11 +118,19 @@ def _blocks(rows: Array) -> Array:
     return rows.reshape(len(rows), -1, BLOCK)
 
 
-def _nibbles(levels: Encoded) -> Encoded:
-    """Pack int8 levels (n, k) of -8..7 as bytes (n, k / 2), the first of two in the low half."""
+def _nibbles(blocks: Encoded) -> Encoded:
+    """Round blocks (n, k / BLOCK, BLOCK) to levels -8..7, and pack them as bytes (n, k / 2): the first, low half."""
+    levels = np.clip(np.rint(blocks), -8, 7).astype(np.int8).reshape(len(blocks), -1)
     halves = levels.view(np.uint8) & 15
     packed: Encoded = halves[:, ::2] | halves[:, 1::2] << 4
     return packed
+
+
+def _bfloat16(values: Array) -> Array:
+    """Round finite values to bfloat16, half to even."""
+    bits = values.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)) & np.uint32(0xFFFF0000)
+    return rounded.view(np.float32)
 
 
 def _half(values: Array) -> Encoded:
@@ -121,6 +151,8 @@ ENCODINGS: Mapping[str, Encoding] = {
     "nncf-int4-scale": Encoding(_nncf_int4, 1, matrices=True, bits=4),
     "litert-int8": Encoding(_litert_int8, 0, matrices=True),
     "litert-int8-scale": Encoding(_litert_int8, 1, matrices=True),
+    "litert-int4": Encoding(_litert_int4, 0, matrices=True, bits=4),
+    "litert-int4-scale": Encoding(_litert_int4, 1, matrices=True, bits=4),
     "coreml-int8": Encoding(_coreml_int8, 0, matrices=True),
     "coreml-int8-scale": Encoding(_coreml_int8, 1, matrices=True),
 }

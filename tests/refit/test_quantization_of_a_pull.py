@@ -112,7 +112,7 @@ def test_a_refusal_names_a_build_and_unpacks_nothing(options: list[str], said: s
 
 
 @pytest.mark.parametrize(
-    ("runtime", "variant", "said"), [("litert", "llama", "runtime litert"), ("openvino", "lfm2-moe", "experts")]
+    ("runtime", "variant", "said"), [("coreml", "llama", "runtime coreml"), ("openvino", "lfm2-moe", "experts")]
 )
 def test_a_graph_that_no_refit_fills_is_refused_at_once(
     artifacts: TinyArtifacts, runtime: str, variant: str, said: str, tmp_path: Path

@@ -63,9 +63,8 @@ INLINE = "coreml-falcon-h1-norm-f32"  # its heads are eight: so few numbers stan
 # Of which no graph can be stripped yet, by the first parameter that it does not hold as it was given: Core ML's
 # converter combines the gain of gated DeltaNet's heads.
 WHOLE_ONLY = {"coreml-qwen3.5-f32": "layer0_gated_norm"}
-REFITTED = [
-    n for n in KEPT if BUILT[n].runtime != "wgpu" and BUILT[n].quantization != "int4" and n not in (INLINE, *WHOLE_ONLY)
-]
+NO_INT4 = "coreml-llama-int4"  # no encoding makes it
+REFITTED = [n for n in KEPT if BUILT[n].runtime != "wgpu" and n not in (INLINE, NO_INT4, *WHOLE_ONLY)]
 # Of the others test_artifacts_can_be_had_again says as much, and of int8 with other weights test_from_a_checkpoint.
 USUAL = {("mamba", "f32"), ("llama", "int4")}
 # Fields with which the rows of every matrix are whole blocks, without which int4 builds none.
@@ -107,14 +106,18 @@ def test_coremls_files_are_those_of_a_build(artifacts: TinyArtifacts, variant: s
 
 
 @pytest.mark.full
-def test_litert_files_are_those_of_a_build(artifacts: TinyArtifacts, tmp_path: Path) -> None:
-    """int8, whose weights are rotated first. In a process of its own: see tests/conftest.py."""
+@pytest.mark.parametrize(("variant", "quantization"), [("granite", "int8"), ("granite", "int4"), ("llama", "int4")])
+def test_litert_files_are_those_of_a_build(
+    artifacts: TinyArtifacts, variant: str, quantization: str, tmp_path: Path
+) -> None:
+    """In a process of its own: see tests/conftest.py."""
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from refit import test_refit as t; "
         "config = t.Source.open(Path(sys.argv[2])).config; "
-        "t.two_seeds(t.LITERT, config, t.Target('int8', (16,), (256,)), Path(sys.argv[3]))"
+        "t.two_seeds(t.LITERT, config, t.Target(sys.argv[4], (16,), (256,)), Path(sys.argv[3]))"
     )
-    where = (str(Path(__file__).parents[1]), str(artifacts.source("granite-f32")), str(tmp_path))
+    folder = str(Path(__file__).parents[1])
+    where = (folder, str(artifacts.source(f"{variant}-f32")), str(tmp_path), quantization)
     done = subprocess.run([sys.executable, "-c", code, *where], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -275,6 +278,30 @@ def test_int8_is_ai_edge_quantizers() -> None:
     assert np.array_equal(encoded("litert-int8-scale", matrix), scale)
 
 
+def test_int4_is_ai_edge_quantizers() -> None:
+    """Of weights with offsets, of nearly equal ones, whose blocks have few levels, and of zeros."""
+    from ai_edge_quantizer.algorithms.uniform_quantize import dequantized_weight_recovery as theirs
+    from ai_edge_quantizer.algorithms.uniform_quantize.uniform_quantize_tensor import uniform_quantize
+    from ai_edge_quantizer.qtyping import UniformQuantParams
+    from ai_edge_quantizer.transformations.transformation_utils import pack_data
+    from ml_dtypes import bfloat16
+
+    near = 1 + rows() * np.float32(2e-6)
+    few = np.float32(2.0**-18) * np.array([[-8, -5, -5, 3] * 96], np.float32)
+    matrix = np.concatenate([*(divided(part)[0] for part in (rows(), near)), few, 0 * few])
+    zero, scale = theirs.get_zp_scale_from_dequantized_symmetric_weights(matrix, 1, BLOCK)
+    how = UniformQuantParams(
+        num_bits=4, quantized_dimension=1, scale=scale, zero_point=zero, symmetric=True, block_size=BLOCK
+    )
+    levels = uniform_quantize(matrix, how, is_blockwise_quant=True)
+    packed = pack_data(4, levels.ravel().view(np.uint8)).reshape(len(matrix), -1)
+    assert np.array_equal(encoded("litert-int4", matrix), packed)
+    stored = scale.astype(bfloat16).astype(np.float16)
+    assert np.array_equal(encoded("litert-int4-scale", matrix), stored)
+    values = levels.reshape(len(matrix), -1, BLOCK) * stored.astype(np.float32)[..., None]
+    assert np.array_equal(decoded(matrix, ["litert-int4"]), values.reshape(matrix.shape))
+
+
 def encoded(name: str, matrix: Any) -> Any:
     return ENCODINGS[name].form(matrix)[ENCODINGS[name].part]
 
@@ -369,10 +396,10 @@ def test_weights_that_are_alike(tmp_path: Path) -> None:
     ones, source = given(lambda: np.ones(4, np.float32)), SeededSource({}, 1)
     (tmp_path / "f").write_bytes(np.ones(4, np.float32).tobytes())
     with pytest.raises(StripError, match="a and b have the same values in the graph"):
-        strip(tmp_path, {"f": [(0, 16)]}, {"a": ones, "b": ones}, source)
+        strip(tmp_path, {"f": [(0, 16)]}, {"a": ones, "b": ones}, source, "nncf")
     (tmp_path / "f").write_bytes(bytes(16))
     with pytest.raises(StripError, match=r"does not hold a as it was given \(1 of 1 parameters\)"):
-        strip(tmp_path, {"f": [(0, 16)]}, {"a": ones}, source)
+        strip(tmp_path, {"f": [(0, 16)]}, {"a": ones}, source, "nncf")
 
 
 def test_weights_whose_scales_are_alike(tmp_path: Path) -> None:
@@ -381,9 +408,8 @@ def test_weights_whose_scales_are_alike(tmp_path: Path) -> None:
     a = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
     b = np.roll(a, 5, axis=1)  # with the same scales of rows
     (tmp_path / "f").write_bytes(a.tobytes() + b.tobytes())
-    files, literals = strip(
-        tmp_path, {"f": [(0, a.nbytes), (a.nbytes, b.nbytes)]}, {"a": given(lambda: a), "b": given(lambda: b)}, source
-    )
+    constants, both = {"f": [(0, a.nbytes), (a.nbytes, b.nbytes)]}, {"a": given(lambda: a), "b": given(lambda: b)}
+    files, literals = strip(tmp_path, constants, both, source, "nncf")
     assert [(hole.parameter, hole.encoding) for hole in files[0].holes] == [("a", "f32"), ("b", "f32")]
     assert literals == (b"",)
 
