@@ -135,7 +135,7 @@ class Mixtures:
                 wide = across * (groups.m.chosen if end == "swiglu" else 1)
                 yield operation(self._gpu, text, regions, (wide, 1), tokens=1)
             else:
-                yield operation(self._gpu, text, regions, (across, 1), high=groups.tiles)
+                yield operation(self._gpu, text, regions, (across, groups.tiles(self._tokens)), high=groups.tiles)
 
     def _regions(self, part: str) -> dict[str, Region | None]:
         names = ("scores", "experts", "shares", "groups")

@@ -37,7 +37,7 @@ from ssmd.model.artifact import Artifact
 from ssmd.model.plan import Experts
 from ssmd.model.source import Source
 from ssmd.runtime.protocol import ProgramError
-from ssmd_wgpu import pack, runtime, tuning
+from ssmd_wgpu import op, pack, runtime, tuning
 from ssmd_wgpu.build import CONVERTER, packed_plan, recipe_of, rows_of
 from ssmd_wgpu.device import Gpu, adapters, shader
 from ssmd_wgpu.experts import TILE, Groups
@@ -375,6 +375,15 @@ def test_experts_that_a_binding_does_not_hold(moe: Artifact, monkeypatch: pytest
     assert (whole, cut) == ([(0, 768)], [(0, 384), (384, 384)])
     assert prompt.tobytes() == again.tobytes()
     assert np.abs(near - step).max() <= 1e-5 * np.abs(step).max()
+
+
+def test_more_tiles_than_a_dispatch_takes_are_refused(moe: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the model is loaded: a submission of them would end the process. 64 tokens make 32 tiles of 8 experts."""
+    monkeypatch.setattr(op, "MOST_GROUPS", 31)
+    with pytest.raises(ProgramError, match=r"a dispatch of \(6, 32\) workgroups is more than any device takes"):
+        WgpuRuntime().load(moe)
+    monkeypatch.setattr(op, "MOST_GROUPS", 32)
+    WgpuRuntime().load(moe).close()
 
 
 def test_an_expert_larger_than_a_binding_is_refused(moe: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
