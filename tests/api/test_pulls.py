@@ -180,7 +180,7 @@ def test_one_that_does_not_end_is_killed(three: Several, hub: Mirror, monkeypatc
         ({"model": "smollm2", "runtime": "--force"}, "runtime"),
         ({"model": "mamba-130m", "runtime": "npu"}, "runtime"),
         ({"model": "smollm2", "revision": "x"}, "revision"),
-        ({"model": "smollm2", "runtime": "litert", "quantization": "int4"}, "quantization"),
+        ({"model": "lfm2-350m", "runtime": "litert", "quantization": "int4"}, "quantization"),
         ({"model": "mamba-130m", "quantization": "int4"}, "quantization"),
         ({"model": "smollm2", "runtime": "openvino", "quantization": "--force"}, "quantization"),
         ([], None),
