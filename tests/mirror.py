@@ -62,6 +62,7 @@ class Mirror:
     wrong: set[str] = field(default_factory=set)  # files that come with a bit turned
     lengths: dict[str, int | None] = field(default_factory=dict)  # content-length; None: chunked
     more: dict[str, int] = field(default_factory=dict)  # bytes that follow a file
+    buffer: int | None = None  # bytes of an answer that wait here until they are read; None: megabytes
     ranges: bool = True
     redirects: dict[str, str] = field(default_factory=dict)  # file -> address
     storage: str | None = None  # where LFS files are redirected to
@@ -247,6 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
             content += bytes(m.more[name])
         left = len(content) - start
         length = m.lengths.get(name, left)
+        if m.buffer is not None:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, m.buffer)
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
