@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -324,3 +324,30 @@ def test_each_extended_error_says_what_to_do(tmp_path: Path, code: str, said: st
         raise error
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_connections_of_a_read_only_disk_leave_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite opens them for reading alone, and they stay so when the disk can be written again: each fails once."""
+    engine, file = database.open_database(tmp_path, busy_ms=1000), tmp_path / database.FILE
+    opened = sqlite3.connect
+
+    def read_only(path: str, **options: Any) -> Any:
+        return opened(f"file:{path}?mode=ro", **{**options, "uri": True})
+
+    def written(name: str) -> bool:
+        try:
+            with database.writing(engine, file) as connection:
+                connection.exec_driver_sql(f"CREATE TABLE {name} (id)")
+        except StoreError:
+            return False
+        return True
+
+    with monkeypatch.context() as patched, ExitStack() as stack:
+        stack.enter_context(database.reading(engine, file))
+        patched.setattr(sqlite3, "connect", read_only)
+        for _ in range(4):
+            stack.enter_context(database.reading(engine, file))
+    found = [written(f"made_{n}") for n in range(20)]
+    assert found.count(False) == 4
+    assert all(found[10:])
+    engine.dispose()

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
 from ssmd.machine.folder import close_to_others, make_private, others_open
@@ -317,8 +318,14 @@ def writing(engine: Engine, file: Path) -> Iterator[Connection]:
     try:
         with _writer(engine, file), errors(file), engine.connect() as connection:
             connection = connection.execution_options(ssmd_write=True)
-            with connection.begin():
-                yield connection
+            try:
+                with connection.begin():
+                    yield connection
+            except DBAPIError as err:
+                # SQLite opened it while the file system was read-only: it never writes, so it leaves the pool.
+                if getattr(err.orig, "sqlite_errorcode", 0) == sqlite3.SQLITE_READONLY:
+                    connection.invalidate()
+                raise
         _open_file(engine).note_content()  # a commit that found a long log has moved it
     except DiskFull:  # the failed rows stand in the log, and others need the space
         with contextlib.suppress(StoreError):
