@@ -54,6 +54,7 @@ FILE = "sessions.sqlite3"
 APPLICATION_ID = 0x73736D64  # "ssmd": tells our file from other SQLite files
 PAGE_BYTES = 16384
 WRITER_PATIENCE_S = 30.0  # s that a thread waits for others of its process to end their writes
+_POOLED = 5  # connections that wait for their next use
 _LOG_PAGES = (128 << 20) // PAGE_BYTES
 _PAGES_AT_ONCE = 64
 _HEADER = b"SQLite format 3\x00"
@@ -264,6 +265,7 @@ def _open(data_dir: Path, busy_ms: int, *, alone: bool) -> Engine:
             place(file, alone), uri=alone, timeout=busy_ms / 1000, check_same_thread=False, factory=_Connection
         ),
         execution_options={"ssmd_file": opened, "ssmd_alone": alone},
+        pool_size=_POOLED,
         max_overflow=-1,  # threads bound them: one that plans a request holds a connection while it tokenizes
     )
     event.listen(engine, "connect", lambda connection, _: opened.check())
@@ -316,21 +318,43 @@ def writing(engine: Engine, file: Path) -> Iterator[Connection]:
     Threads of this process wait for one another for WRITER_PATIENCE_S. SQLite's own wait is for other processes.
     """
     try:
-        with _writer(engine, file), errors(file), engine.connect() as connection:
-            connection = connection.execution_options(ssmd_write=True)
-            try:
-                with connection.begin():
-                    yield connection
-            except DBAPIError as err:
-                # SQLite opened it while the file system was read-only: it never writes, so it leaves the pool.
-                if getattr(err.orig, "sqlite_errorcode", 0) == sqlite3.SQLITE_READONLY:
-                    connection.invalidate()
-                raise
+        with _writer(engine, file), errors(file), _transaction(engine) as connection:
+            yield connection
         _open_file(engine).note_content()  # a commit that found a long log has moved it
     except DiskFull:  # the failed rows stand in the log, and others need the space
         with contextlib.suppress(StoreError):
             shorten_log(engine, file)
         raise
+
+
+@contextlib.contextmanager
+def _transaction(engine: Engine) -> Iterator[Connection]:
+    """Begin a write transaction, on a connection that can write.
+
+    While a file system is read-only SQLite opens the file for reading, and such a connection never writes, also later.
+    It leaves the pool, and another takes its place.
+    """
+    for others in reversed(range(_POOLED + 1)):
+        with engine.connect() as connection:
+            connection = connection.execution_options(ssmd_write=True)
+            with connection.begin() as transaction:
+                if _can_write(connection) or not others:  # of a disk that still is read-only the write itself fails
+                    yield connection
+                    return
+                transaction.rollback()
+            connection.invalidate()
+
+
+def _can_write(connection: Connection) -> bool:
+    """Return True if a connection can write. It is tried once: a transaction begins on one that only reads, too."""
+    if "ssmd_writes" not in connection.info:
+        try:
+            connection.exec_driver_sql("DELETE FROM turn WHERE 0")
+        except DBAPIError as err:  # of another error, as that no table was made yet, the write itself says more
+            if getattr(err.orig, "sqlite_errorcode", 0) == sqlite3.SQLITE_READONLY:
+                return False
+        connection.info["ssmd_writes"] = True
+    return True
 
 
 @contextlib.contextmanager
