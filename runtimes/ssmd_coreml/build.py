@@ -15,7 +15,6 @@ from ssmd.build.stripping import Constants
 from ssmd.families.offsets import is_exact
 from ssmd.machine.progress import Stage
 from ssmd.model.artifact import Artifact
-from ssmd.model.state import WINDOWS
 from ssmd.runtime.hoststate.signatures import signature_name
 from ssmd.runtime.protocol import Program
 from ssmd_coreml import library
@@ -85,11 +84,6 @@ class CoreMLConverter:
             raise BuildError(
                 f"{unfit[0]} has rows that are no multiple of {INT4_BLOCK} values, which int4 takes; build with "
                 "--quant int8"
-            )
-        if windows := [t.name for t in module.spec.tensors if t.kind in WINDOWS]:
-            raise BuildError(
-                f"{windows[0]}: attention within a window is not supported by runtime coreml; build it for litert or "
-                "openvino"
             )
         ct = library.coremltools()
         functions, parts = ct.utils.MultiFunctionDescriptor(), []

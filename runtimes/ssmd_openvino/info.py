@@ -32,7 +32,10 @@ def _first_load(device_class: str, files: Mapping[str, int]) -> str:
 
 INFO = RuntimeInfo(
     rank=1,
-    targets=(Target("openvino", experts=True), Target("npu", "npu", "NPU_CONVERTER")),
+    targets=(
+        Target("openvino", serves=("experts", "attention windows")),
+        Target("npu", "npu", "NPU_CONVERTER", serves=("attention windows",)),
+    ),
     tries=("gpu", "npu"),
     build_options={"xamba": BuildOption("cumba, reduba, actiba=SEGMENTS", _rewriting)},
     first_load=_first_load,

@@ -185,14 +185,16 @@ def _way(source: Path) -> str:
 
 def _way_of(config: Mapping[str, Any]) -> str:
     from ssmd.families.fields import FamilyError
-    from ssmd.refit.install import with_experts
+    from ssmd.families.registry import family_of
+    from ssmd.refit.install import serving
     from ssmd.runtime.info import targets
 
     try:
-        check_target(config, targets()[0])
-    except FamilyError:
-        return f" --runtime {with_experts()[0]}"
-    return ""
+        family = family_of(config)
+        first = serving(family.plan(family.parse(config)))[:1]
+    except FamilyError:  # the build says so itself
+        return ""
+    return "" if first in ([], targets()[:1]) else f" --runtime {first[0]}"
 
 
 def _silent(line: str) -> None:

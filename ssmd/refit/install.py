@@ -19,8 +19,9 @@ from ssmd.families.registry import Family
 from ssmd.families.weights import Binding
 from ssmd.machine.progress import Progress
 from ssmd.model.artifact import SpecialTokens
+from ssmd.model.plan import Attention, Plan
 from ssmd.model.source import Source, SourceError
-from ssmd.runtime.info import Target, infos
+from ssmd.runtime.info import Part, Target, infos
 from ssmd.text.tokenizer import Tokenizer, TokenizerError
 
 ABANDONED_S = 24 * 3600  # no build takes as long
@@ -98,16 +99,25 @@ def check_parts(family: Family, config: Any, target: Target) -> None:
     config: the family's own.
     """
     plan = family.plan(config)
-    if plan.experts and not target.experts:
-        raise FamilyError(
-            f"the model has experts, in {len(plan.experts)} of {len(plan.layers)} layers, and runtime {target.name} "
-            f"does not serve them; take --runtime {' or '.join(with_experts())}"
-        )
+    for part, layers in _parts(plan).items():
+        if part not in target.serves:
+            raise FamilyError(
+                f"the model has {part}, in {layers} of {len(plan.layers)} layers, and runtime {target.name} does not "
+                f"serve them; take --runtime {' or '.join(serving(plan))}"
+            )
 
 
-def with_experts() -> list[str]:
-    """Return the values of `--runtime` that serve mixtures of experts, those of the fastest runtime first."""
-    return [target.name for info in infos() for target in info.targets if target.experts]
+def serving(plan: Plan) -> list[str]:
+    """Return the values of `--runtime` that serve all parts of a model, those of the fastest runtime first."""
+    parts = _parts(plan)
+    return [target.name for info in infos() for target in info.targets if parts.keys() <= set(target.serves)]
+
+
+def _parts(plan: Plan) -> dict[Part, int]:
+    """Count the layers that have a part which not every target serves; a part that no layer has is left out."""
+    windows = sum(any(isinstance(m, Attention) and m.window is not None for m in x.mixers) for x in plan.layers)
+    counts: dict[Part, int] = {"experts": len(plan.experts), "attention windows": windows}
+    return {part: layers for part, layers in counts.items() if layers}
 
 
 def unused_tensors(source: Source, bindings: Mapping[str, Binding]) -> list[str]:

@@ -15,12 +15,13 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Converter, Packer
 
 log = logging.getLogger(__name__)
+Part = Literal["experts", "attention windows"]  # of a model, which not every target computes
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Target:
     name: str
     device_class: str = "cpu"
     converter: str = "CONVERTER"  # attribute of the package's module `build`
-    experts: bool = False  # True: its artifacts may have mixtures of experts
+    serves: tuple[Part, ...] = ()  # of those that not every target computes
 
 
 @dataclass(frozen=True)

@@ -611,15 +611,20 @@ def test_without_a_network(hub: Mirror, tmp_path: Path) -> None:
     assert "expected https://" in refused(tmp_path / "x", hub, HF_ENDPOINT="huggingface.co")
 
 
-@pytest.mark.parametrize("command", ["pull {} --runtime npu", "build {} --runtime litert"])
-def test_experts_are_refused_before_their_weights_come(command: str, hub: Mirror, tmp_path: Path) -> None:
-    runtime = command.rpartition(" ")[2]
-    hub.files["config.json"] = json.dumps({"model_type": "lfm2_moe", "vocab_size": 384, **tiny.LFM2_MOE}).encode()
+@pytest.mark.parametrize("variant", ["lfm2-moe", "lfm3"])
+@pytest.mark.parametrize("command", ["pull {} --runtime", "build {} --runtime"])
+def test_parts_are_refused_before_their_weights_come(command: str, variant: str, hub: Mirror, tmp_path: Path) -> None:
+    runtime, has, others = {
+        "lfm2-moe": ("npu", "experts, in 3 of 4", "openvino or wgpu"),
+        "lfm3": ("coreml", "attention windows, in 2 of 5", "litert or openvino or npu"),
+    }[variant]
+    family, fields = tiny.VARIANTS[variant]
+    hub.files["config.json"] = json.dumps({"model_type": family, "vocab_size": 384, **fields}).encode()
     hub.commit_now()
-    done = ssmd(tmp_path, hub, *command.format(NAME).split())
+    done = ssmd(tmp_path, hub, *command.format(NAME).split(), runtime)
     assert (done.returncode, done.stdout) == (1, "")
-    said = f"{NAME} cannot be built: the model has experts, in 3 of 4 layers, and runtime {runtime} does not serve them"
-    assert done.stderr == f"error: {said}; take --runtime openvino or wgpu\n"
+    said = f"{NAME} cannot be built: the model has {has} layers, and runtime {runtime} does not serve them"
+    assert done.stderr == f"error: {said}; take --runtime {others}\n"
     assert [a.path.rsplit("/", 1)[1] for a in hub.asked if "/resolve/" in a.path] == ["config.json"]
 
 

@@ -22,9 +22,11 @@ from ssmd.api.operation import Service
 from ssmd.daemon.pulls import MOST, Pulls, TooManyPulls
 from ssmd.engine.host.host import Host
 from ssmd.engine.terms import Rejection
+from ssmd.families.registry import family_of
 from ssmd.machine.spelling import meant
 from ssmd.refit import catalog
 from ssmd.refit.graphfile import StrippedGraph
+from ssmd.refit.install import serving
 from ssmd.runtime.devices import RuntimeStatus, find
 from ssmd.runtime.info import target_for, target_of, targets
 
@@ -155,7 +157,15 @@ def _quantizations_of(name: str, runtimes: Sequence[str]) -> list[str]:
 
 def _runtimes_of(name: str) -> list[str]:
     """List the runtimes for which `ssmd pull` makes a model of this name."""
-    return [target for target in targets() if name in catalog.names(target) or target_of(target)[0].packs]
+    return [target for target in targets() if name in catalog.names(target) or target in _packing(name)]
+
+
+@cache
+def _packing(name: str) -> frozenset[str]:
+    """Return the runtimes that pack the weights of a model without a graph, and serve all its parts."""
+    config = catalog.config_of_graph(name)
+    family = family_of(config)
+    return frozenset(t for t in serving(family.plan(family.parse(config))) if target_of(t)[0].packs)
 
 
 def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:

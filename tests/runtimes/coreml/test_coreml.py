@@ -17,7 +17,6 @@ from typing import Any
 
 import commands
 import evaluated
-import keeping
 import numpy as np
 import oracle
 import pytest
@@ -258,9 +257,6 @@ def test_what_cannot_be_built_is_refused_before_it_is_converted(tmp_path: Path) 
         varied("stateful").write(odd, Target("int4", (16,), (64,)), tmp_path, unannounced)
     with pytest.raises(BuildError, match=r"capacities \[64, 512\].*share one"):
         varied("stateless").write(odd, Target("int8", (16,), (64, 512)), tmp_path, unannounced)
-    odd.spec = keeping.WINDOWS
-    with pytest.raises(BuildError, match=r"window_key_1: .* window is not supported by .* coreml; build it for litert"):
-        varied("stateless").write(odd, Target("f16", (16,), (64,)), tmp_path, unannounced)
     with pytest.raises(ValueError, match="no variant 'x'; there are: stateful, stateless"):
         varied("x")
     assert not list(tmp_path.iterdir())
