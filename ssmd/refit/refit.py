@@ -87,18 +87,23 @@ def differences_text(differing: Differences) -> str:
 def differences(header: Header, config: Mapping[str, Any]) -> Differences:
     """Return the fields by which a config.json does not fit a graph, with its value and the graph's.
 
-    A graph executes a plan. Fields that only change how weights are made do not count, as Falcon-H1's multipliers. Nor
-    do those that the family does not read, nor the model's context if a prefill fits into it. Raises FamilyError if the
-    config's family is not supported.
+    A graph executes a plan. Fields that only change how weights are made do not count, as Falcon-H1's multipliers, or
+    the base and scaling of RoPE, of which the tables are made. Nor do those that the family does not read, nor the
+    model's context if a prefill fits into it. Raises FamilyError if the config's family is not supported.
     """
     family, wanted = family_of(header.config), stable(header.config)
     if config.get("model_type") != header.family:
         return {"model_type": (config.get("model_type"), header.family)}
     least = _least(header)
+    holes = {hole.parameter for file in header.files for hole in file.holes}
+    tables_are_holes = family.tables(family.parse(wanted), least).keys() <= holes
 
     def function(fields: Mapping[str, Any]) -> object:
         parsed = family.parse(fields)
-        return min(parsed.max_position, least), _rounded(family.plan(parsed))
+        plan = family.plan(parsed)
+        ropes = [plan.rope, plan.window_rope]
+        bare = plan.model_copy(update={"rope": None, "window_rope": None}) if tables_are_holes else plan
+        return min(parsed.max_position, least), _rounded(bare), [rope is None for rope in ropes]
 
     here = function(wanted)
     if function(config) == here:

@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from conftest import ONE_EACH, ROOT, TinyArtifacts
 from evaluated import play, runtime_of
+from oracle import continued
 from refitting import CONVERTERS, stripped
 from safetensors.numpy import load_file, save_file
 from test_server import environment
@@ -38,7 +41,7 @@ from ssmd.refit.graphfile import StrippedGraph
 from ssmd.refit.refit import RefitError, bindings_of, bounded, differences, refit, write_literal
 from ssmd.runtime.protocol import ProgramError, RuntimeUnavailable, get_runtime
 from ssmd.runtime.trial import judge
-from ssmd.runtime.verify import verify
+from ssmd.runtime.verify import replay, verify
 
 NAMES = ("openvino-granite-int8", "granite-int8", "openvino-llama-f32", "llama-f32", "npu-granite-f16")
 
@@ -247,6 +250,7 @@ def header_of(config: Mapping[str, Any], context: int = 256) -> Any:
         family = config["model_type"]
         name, runtime, device_class = "a", "litert", "cpu"
         buckets, tiers = (16, 64), (128, 192, context)
+        files: tuple[Any, ...] = ()  # so no table of RoPE is a hole
 
     made: Any = Header()
     made.config = config
@@ -271,6 +275,30 @@ def test_what_keeps_a_config_from_fitting() -> None:
         assert differences(header, {**config, field: value, "pad_token_id": 7}) == {field: (value, config[field])}
     without = {k: v for k, v in config.items() if k != "num_key_value_heads"}
     assert differences(header, without) == {"num_key_value_heads": (None, 3)}
+
+
+@pytest.mark.parametrize("runtime", ["", "openvino-"])
+def test_rope_of_another_base_takes_the_same_graph(artifacts: TinyArtifacts, runtime: str, tmp_path: Path) -> None:
+    """And gives transformers' logits of the config with that base, which are far from those of the graph's own."""
+    built, usual = artifacts[f"{runtime}lfm2-f32"], artifacts.source("lfm2-f32")
+    config = json.loads((usual / "config.json").read_text())
+    shutil.copytree(usual, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 37.0}}))
+    source = Source.open(tmp_path / "other")
+    graph = stripped(Artifact.open(built), Source.open(usual))
+    made = install(graph, source, tmp_path / "made", name="other")
+    ids = [n * 7 % 384 for n in range(40)]
+    program = get_runtime(made.manifest.runtime).load(made, device="cpu")
+    try:
+        *_, (_, mine) = replay(program, ids, [len(ids) - 1])
+    finally:
+        program.close()
+    theirs, plain = (
+        continued(transformers.AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval(), ids)[0][-1]
+        for p in (source.path, usual)
+    )
+    assert np.abs(mine - theirs).max() <= 2e-5 * np.abs(theirs).max()
+    assert np.abs(plain - theirs).max() > 1e-2 * np.abs(theirs).max()
 
 
 @pytest.mark.parametrize(
