@@ -244,6 +244,18 @@ CATALOGUE: Mapping[str, KnownModel] = {
         65536,
         _values(_CARD, temperature=0.3, min_p=0.15, repetition_penalty=1.05),
     ),
+    "lfm2-1.2b": KnownModel(
+        "LiquidAI/LFM2-1.2B",
+        "lfm2",
+        65536,
+        _values(_CARD, temperature=0.3, min_p=0.15, repetition_penalty=1.05),
+    ),
+    "lfm2-8b-a1b": KnownModel(
+        "LiquidAI/LFM2-8B-A1B",
+        "lfm2_moe",
+        65536,
+        _values(_CARD, temperature=0.3, min_p=0.15, repetition_penalty=1.05),
+    ),
     # "Temperature=0.6, TopP=0.95, TopK=20, and MinP=0 (the default setting in generation_config.json)"
     "qwen3-0.6b": KnownModel(
         "Qwen/Qwen3-0.6B",

@@ -584,10 +584,10 @@ def test_pull_says_what_no_graph_fits(artifacts: TinyArtifacts, shelf: Path, tmp
 
 def test_every_model_is_shipped_for_both_runtimes() -> None:
     models = {f.stem: json.loads(f.read_text()) for f in (ROOT / "scripts" / "models").glob("*.json")}
-    assert len(models) == 10
+    assert len(models) == 13
     found = {r: {g.header.name: g.header for g in shipped(r, "int8")} for r in ("litert", "openvino")}
-    only_int4 = {"granite-4.0-h-micro"}
-    assert set(models) - set(found["litert"]) == only_int4
+    only_int4, experts = {"granite-4.0-h-micro"}, {"lfm2-8b-a1b"}
+    assert set(models) - set(found["litert"]) == only_int4 | experts
     assert set(found["openvino"]) == set(models) - only_int4
     for headers in found.values():
         for name, header in headers.items():
@@ -596,13 +596,15 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
             assert header.quantization == "int8"
             assert max(header.golden.rms) < 0.25
     four = {r: [g.header for g in shipped(r, "int4")] for r in found}
-    assert [h.name for h in four["litert"]] == ["granite-4.0-h-1b", "smollm2"]
+    assert [h.name for h in four["litert"]] == ["granite-4.0-h-1b", "lfm2-1.2b", "lfm3-1.7b", "smollm2"]
     assert [h.name for h in four["openvino"]] == ["granite-4.0-h-1b", "granite-4.0-h-micro", "smollm2"]
     for header in (*four["litert"], *four["openvino"]):
         assert header.quantization == "int4"
         assert differences(header, models[header.name]["config"]) == {}
-        assert max(header.golden.rms) < {"litert": 0.25, "openvino": 0.05}[header.runtime]
-    assert sum(f.stat().st_size for f in catalog.SHIPPED.iterdir()) < 8 << 20
+        # LFM3 norms what its layers put out, so what activations lose to rounding goes on: 0.18 in int8, 0.26 in int4.
+        most = {"lfm3-1.7b": 0.27}.get(header.name, {"litert": 0.25, "openvino": 0.05}[header.runtime])
+        assert max(header.golden.rms) < most
+    assert sum(f.stat().st_size for f in catalog.SHIPPED.iterdir()) < 10 << 20
 
 
 def test_what_is_shipped_ends_where_the_model_does() -> None:

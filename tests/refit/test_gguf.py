@@ -316,6 +316,7 @@ def test_a_plan_decides_whether_a_graph_fits(artifacts: TinyArtifacts, tmp_path:
     class Header:
         family, name, runtime, device_class = "falcon_h1", "a", "litert", "cpu"
         buckets, tiers = (16, 64), (128, 256)
+        files: tuple[Any, ...] = ()
         config = stable(original.config)
 
     header: Any = Header()
