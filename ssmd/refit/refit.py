@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -105,19 +106,19 @@ def differences(header: Header, config: Mapping[str, Any]) -> Differences:
         bare = plan.model_copy(update={"rope": None, "window_rope": None}) if tables_are_holes else plan
         return min(parsed.max_position, least), _rounded(bare), [rope is None for rope in ropes]
 
-    here = function(wanted)
-    if function(config) == here:
+    here, there = function(wanted), function(config)
+    if there == here:
         return {}
     if family.text is not None:  # name the fields in the text model's object, which no message has room for
         wanted, config = stable(family.text(wanted)), family.text(config)
 
     def matters(key: str) -> bool:
-        changed = {k: v for k, v in {**wanted, key: config.get(key)}.items() if k in config or k != key}
-        whole = changed if family.text is None else {"model_type": family.name, "text_config": changed}
-        try:
-            return function(whole) != here
-        except FamilyError:
-            return True
+        for one, other, computed in ((wanted, config, here), (config, wanted, there)):
+            changed = {k: v for k, v in {**one, key: other.get(key)}.items() if k in other or k != key}
+            whole = changed if family.text is None else {"model_type": family.name, "text_config": changed}
+            with contextlib.suppress(FamilyError):  # the other fields of this config forbid it: try the other way round
+                return function(whole) != computed
+        return True
 
     keys = sorted(k for k in wanted.keys() | stable(config).keys() if wanted.get(k) != config.get(k))
     return {k: (config.get(k), wanted.get(k)) for k in [k for k in keys if matters(k)] or keys}

@@ -277,6 +277,16 @@ def test_what_keeps_a_config_from_fitting() -> None:
     assert differences(header, without) == {"num_key_value_heads": (None, 3)}
 
 
+def test_a_field_that_another_forbids_is_not_named() -> None:
+    """RoPE in the older spelling beside the newer one is refused, but here it is not what keeps the config out."""
+    header = StrippedGraph.open(catalog.SHIPPED / catalog.file_name("qwen3.5-0.8b", "litert", "cpu", "int8")).header
+    text = header.config["text_config"] | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e7}
+    text |= {"rope_parameters": None}
+    assert differences(header, {**header.config, "text_config": text}) == {}
+    text |= {"intermediate_size": 1024}
+    assert differences(header, {**header.config, "text_config": text}).keys() == {"intermediate_size"}
+
+
 @pytest.mark.parametrize("runtime", ["", "openvino-"])
 def test_rope_of_another_base_takes_the_same_graph(artifacts: TinyArtifacts, runtime: str, tmp_path: Path) -> None:
     """And gives transformers' logits of the config with that base, which are far from those of the graph's own."""
