@@ -606,7 +606,13 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
             assert header.quantization == "int8"
             assert max(header.golden.rms) < 0.25
     four = {r: [g.header for g in shipped(r, "int4")] for r in found}
-    assert [h.name for h in four["litert"]] == ["granite-4.0-h-1b", "lfm2-1.2b", "lfm3-1.7b", "smollm2"]
+    assert [h.name for h in four["litert"]] == [
+        "granite-4.0-h-1b",
+        "granite-4.0-h-micro",
+        "lfm2-1.2b",
+        "lfm3-1.7b",
+        "smollm2",
+    ]
     assert [h.name for h in four["openvino"]] == ["granite-4.0-h-1b", "granite-4.0-h-micro", "smollm2"]
     for header in (*four["litert"], *four["openvino"]):
         assert header.quantization == "int4"
