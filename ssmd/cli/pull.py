@@ -393,8 +393,8 @@ def _of_graph(
     h = graph.header
     out = _folder(mine, h.runtime, h.device_class, h.quantization)
     most = bounded(h, config, making.context)[-1]  # before anything is replaced
-    disk = sum(f.size for f in h.files)
-    return _Recipe(out, h.runtime, graph, None, most, catalog.memory_of(disk), disk, exact=True), ""
+    memory, disk = catalog.memory_of(h), catalog.disk_of(h)
+    return _Recipe(out, h.runtime, graph, None, most, memory, disk, exact=True), ""
 
 
 def _check_memory(needed: int) -> None:

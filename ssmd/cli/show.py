@@ -152,9 +152,9 @@ def _list_available(folder: Path, *, as_json: bool) -> None:
         for file in (file for runtime in targets() for file in catalog.files(runtime, name)):
             form, quantization = file.stem.partition("@")[2], catalog.quantization_of(file)
             runtime = target_for(*form.rsplit("-", 2)[:2]).name
-            disk = catalog.disk_of(name, runtime, quantization) or 0
-            sizes = {"download_bytes": package_bytes(name) or catalog.download_of(name), "bytes": disk}
-            sizes["memory_bytes"] = catalog.memory_of(disk)
+            sizes = {"download_bytes": package_bytes(name) or catalog.download_of(name)}
+            made = catalog.sizes_of(name, runtime, quantization) or (0, 0)
+            sizes |= dict(zip(("bytes", "memory_bytes"), made, strict=True))
             rows.append((name, runtime, quantization, sizes, (name, form) in there))
     if as_json:
         names = ("name", "runtime", "quantization")

@@ -128,12 +128,14 @@ def install(
     return Artifact.open(out)
 
 
-def memory_of(nbytes: int) -> int:
-    """Return the bytes of memory that `install` takes for an artifact of that size, without pages of files.
+def memory_of(header: Header) -> int:
+    """Return the bytes of memory that `install` takes for a graph's artifact, without pages of files.
 
-    Most is the runtime's: it packs the weights when the new artifact is run once.
+    Most is the runtime's: it packs the weights when the new artifact is run once. For an NPU each length is a model of
+    its own, and the processor, where they are run once, keeps the float16 weights of each in float32.
     """
-    return _BASE_BYTES + nbytes
+    copies = 2 * (1 + len(header.buckets)) if header.device_class == "npu" else 1
+    return _BASE_BYTES + copies * disk_of(header)
 
 
 def _computed(artifact: Artifact, source: Source, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -254,14 +256,22 @@ def download_of(name: str) -> int:
     return WEIGHT_BYTES * sum({n: math.prod(s) for one in bindings for n, s in one.reads.items()}.values())
 
 
+def disk_of(header: Header) -> int:
+    """Return the bytes of a graph and its weights on disk."""
+    return sum(file.size for file in header.files)
+
+
 @cache
-def disk_of(name: str, runtime: str, quantization: str | None = None) -> int | None:
-    """Return the bytes of a model's graph and weights on disk for a runtime; None if no graph has them.
+def sizes_of(name: str, runtime: str, quantization: str | None = None) -> tuple[int, int] | None:
+    """Return the bytes that a model takes for a runtime, on disk and of memory; None if there is no graph.
 
     quantization: None is the usual one.
     """
     found = files(runtime, name, quantization)
-    return sum(file.size for file in StrippedGraph.open(found[0]).header.files) if found else None
+    if not found:
+        return None
+    header = StrippedGraph.open(found[0]).header
+    return disk_of(header), memory_of(header)
 
 
 def choose_graph(

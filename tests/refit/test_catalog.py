@@ -695,6 +695,7 @@ def test_what_is_shipped_for_the_npu() -> None:
         assert (header.runtime, header.device_class, header.quantization) == ("openvino", "npu", "f16")
         assert (header.buckets, header.tiers) == ((64,), (2048,))
         assert header.conversion["npu_lint"] == "passed"
+        assert catalog.memory_of(header) > 4 * catalog.disk_of(header)  # two models, both in float32 on the processor
         assert max(header.golden.rms) < 0.01
 
 

@@ -45,7 +45,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
     monkeypatch.setattr(catalog, "SHIPPED", shelf)
-    catalog.disk_of.cache_clear()
+    catalog.sizes_of.cache_clear()
     return StrippedGraph.open(catalog.files()[0]).header.config
 
 
@@ -64,7 +64,8 @@ def test_int8_is_the_usual_one(config: Mapping[str, Any], tmp_path: Path) -> Non
     assert form(recipe) == ("openvino-cpu-int8", "int8")
     assert recipe.why.startswith("the weights become int8, the usual one; --quant int4 takes 1")
     assert [catalog.quantization_of(file) for file in catalog.files("openvino", NAME)] == ["int8", "int4"]
-    usual, smaller = (catalog.disk_of(NAME, "openvino", quantization) or 0 for quantization in (None, "int4"))
+    (usual, _), (smaller, _) = (catalog.sizes_of(NAME, "openvino", q) or (0, 0) for q in ("int8", "int4"))
+    assert catalog.sizes_of(NAME, "openvino") == catalog.sizes_of(NAME, "openvino", "int8")
     assert usual == smaller + MORE
 
 

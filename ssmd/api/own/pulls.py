@@ -187,8 +187,8 @@ def _catalog(host: Host, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             here = any(target_for(m.runtime, m.device_class) == target for m in mine)
             row = {"runtime": runtime, "installed": here, "usable": problem is None, "problem": problem}
             row["quantizations"] = _quantizations_of(name, [runtime])
-            nbytes = catalog.disk_of(name, runtime)
-            made.append(row | {"bytes": nbytes, "memory_bytes": None if nbytes is None else catalog.memory_of(nbytes)})
+            nbytes, memory = catalog.sizes_of(name, runtime) or (None, None)
+            made.append(row | {"bytes": nbytes, "memory_bytes": memory})
         fetched = package_bytes(name) or catalog.download_of(name)
         about = {"about": _ABOUT.get(name), "base": name in BASE, "download_bytes": fetched}
         entries.append({"name": name, "family": family, "origin": origin, **about, "runtimes": made})
