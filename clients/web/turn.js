@@ -1,7 +1,7 @@
 // One exchange in the chat: what was asked, the answer, and what can be done with both.
 import {Act, Copy, Icon} from "./controls.js";
 import {draftOf, keepDraft} from "./kept.js";
-import {html, memo, useEffect, useRef, useState} from "./html.js";
+import {html, memo, useEffect, useLayoutEffect, useRef, useState} from "./html.js";
 import {Typed, Written} from "./markdown_view.js";
 import {thoughts} from "./markdown.js";
 import {fail} from "./notices.js";
@@ -43,7 +43,7 @@ function Switch({at, of, what, step}) {
 
 function Editor({name, text, done}) {
   const area = useRef(null);
-  useEffect(() => {
+  useLayoutEffect(() => { // at once: later it would move the caret of a user who types already
     area.current.focus();
     area.current.setSelectionRange(text.length, text.length);
   }, []);
