@@ -100,11 +100,11 @@ def failing(tmp_path: Path, *arguments: str, extra: Mapping[str, str] | None = N
     return err
 
 
-def long_stream(served: Served, model: str, header: str = "") -> socket.socket:
+def long_stream(served: Served, model: str, header: str = "", tokens: int = 450) -> socket.socket:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "Tell me a story"}],
-        "max_tokens": 450,
+        "max_tokens": tokens,
         "n": 4,
         "logit_bias": {"0": -100, "2": -100},
         "stream": True,

@@ -69,13 +69,13 @@ def test_killed_in_the_middle_of_an_answer_and_back(artifacts: TinyArtifacts, tm
     """With a key set: the tray has the daemon's own token."""
     data, key = tmp_path / "data", {"SSMD_API_KEY": "k" * 20}
     data.mkdir(mode=0o700)
-    artifact, seeing = artifacts["llama-f32"], ViewBuilder()
+    artifact, seeing = artifacts["mamba-f32"], ViewBuilder()
     with Seen(data) as seen:
         assert "no daemon runs" in seen.wait(lambda s: s.found is None).problem
         with running(tmp_path, str(artifact), extra={"SSMD_API_KEY": ""}) as (process, one):
             first = seen.wait(lambda s: s.found is not None)
             assert first.process == process.pid
-            with long_stream(one, artifact.name):
+            with long_stream(one, artifact.name, tokens=40_000):  # which no machine ends between two polls
                 seen.wait(lambda s: seeing.view(s).icon == Icon.GENERATING)
                 process.kill()
                 killed = time.monotonic()
