@@ -114,7 +114,7 @@ def serving(plan: Plan) -> list[str]:
 
 
 def _parts(plan: Plan) -> dict[Part, int]:
-    """Count the layers that have a part which not every target serves; a part that no layer has is left out."""
+    """Count the layers with each part that some targets do not serve; leave out a part that no layer has."""
     windows = sum(any(isinstance(m, Attention) and m.window is not None for m in x.mixers) for x in plan.layers)
     counts: dict[Part, int] = {"experts": len(plan.experts), "attention windows": windows}
     return {part: layers for part, layers in counts.items() if layers}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ssmd.build.builder import Converter, Packer
 
 log = logging.getLogger(__name__)
-Part = Literal["experts", "attention windows"]  # of a model, which not every target computes
+Part = Literal["experts", "attention windows"]  # a part of a model that some targets do not compute
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Target:
     name: str
     device_class: str = "cpu"
     converter: str = "CONVERTER"  # attribute of the package's module `build`
-    serves: tuple[Part, ...] = ()  # of those that not every target computes
+    serves: tuple[Part, ...] = ()  # the parts that it computes, of those that some targets do not
 
 
 @dataclass(frozen=True)

@@ -611,17 +611,26 @@ def test_without_a_network(hub: Mirror, tmp_path: Path) -> None:
     assert "expected https://" in refused(tmp_path / "x", hub, HF_ENDPOINT="huggingface.co")
 
 
-@pytest.mark.parametrize("variant", ["lfm2-moe", "lfm3"])
-@pytest.mark.parametrize("command", ["pull {} --runtime", "build {} --runtime"])
-def test_parts_are_refused_before_their_weights_come(command: str, variant: str, hub: Mirror, tmp_path: Path) -> None:
-    runtime, has, others = {
-        "lfm2-moe": ("npu", "experts, in 3 of 4", "openvino or wgpu"),
-        "lfm3": ("coreml", "attention windows, in 2 of 5", "litert or openvino or npu"),
+@pytest.mark.parametrize(
+    ("command", "runtime", "variant"),
+    [
+        ("pull", "npu", "lfm2-moe"),
+        ("build", "litert", "lfm2-moe"),
+        ("pull", "wgpu", "lfm3"),
+        ("build", "coreml", "lfm3"),
+    ],
+)
+def test_parts_are_refused_before_their_weights_come(
+    command: str, runtime: str, variant: str, hub: Mirror, tmp_path: Path
+) -> None:
+    has, others = {
+        "lfm2-moe": ("experts, in 3 of 4", "openvino or wgpu"),
+        "lfm3": ("attention windows, in 2 of 5", "litert or openvino or npu"),
     }[variant]
     family, fields = tiny.VARIANTS[variant]
     hub.files["config.json"] = json.dumps({"model_type": family, "vocab_size": 384, **fields}).encode()
     hub.commit_now()
-    done = ssmd(tmp_path, hub, *command.format(NAME).split(), runtime)
+    done = ssmd(tmp_path, hub, command, NAME, "--runtime", runtime)
     assert (done.returncode, done.stdout) == (1, "")
     said = f"{NAME} cannot be built: the model has {has} layers, and runtime {runtime} does not serve them"
     assert done.stderr == f"error: {said}; take --runtime {others}\n"
