@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ssmd.model.state import Kind, StateSpec, TensorSpec
 from ssmd.runtime.hoststate.graph import SLOTS
-from ssmd.runtime.hoststate.slot import Caches, RowGroup
+from ssmd.runtime.hoststate.slot import Caches, RowGroup, Slot, row_groups
 
 F16 = np.dtype(np.float16)
 GROUPS = (
@@ -95,3 +98,28 @@ def test_what_was_never_written_is_not_counted() -> None:
     caches.fit(4)
     assert caches.nbytes > small  # its pages are there
     assert sum(b.nbytes for b in caches.blocks) < 3 * caches.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_rows_come_back_from_any_parts_they_came_in(dtype: str) -> None:
+    """Parts end within the blocks that are transposed at a time and at their ends; two layers, and wide heads."""
+    kinds: list[tuple[int, Kind]] = [(0, "key"), (0, "value"), (3, "key"), (3, "value")]
+    spec = StateSpec(tuple(TensorSpec(f"{kind}_{i}", kind, i, (8, 128), dtype) for i, kind in kinds))
+    groups = row_groups(spec)
+    step = next(stop - start for start, stop in groups[0].blocks(0, 1000))
+    total, noise = 5 * step + 3, np.random.default_rng(0)
+    store = noise.standard_normal((total, spec.row_values)).astype(dtype)
+    rows = {t.name: store[:, spec.row_columns[t.name]].reshape(total, *t.shape).transpose(1, 0, 2) for t in spec.rows}
+    slot = Slot(spec, groups, 1000, 512)
+    slot.begin()
+    for first, last in itertools.pairwise([0, 1, step, 2 * step + 5, total]):
+        slot.load_rows({n: r[:, first:last] for n, r in rows.items()}, first, last)
+    for t in spec.rows:
+        held = slot.caches.arrays[t.name]
+        held = held if t.kind == "key" else held.transpose(0, 2, 1)
+        np.testing.assert_array_equal(held[:, :total], rows[t.name].astype(np.float32))
+        assert not held[:, total:].any()
+    for since in (total - 1, step + 2, 0):
+        for name, part in slot.canonical_rows(since, total).items():
+            assert part.dtype == dtype
+            np.testing.assert_array_equal(part, rows[name][:, since:])

@@ -14,7 +14,7 @@ new pages only for the added slots, and no second copy.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ _FLOAT32 = np.dtype(np.float32)
 _NO_ROWS: Array = np.empty((0, 0))
 _MASKED = np.float32(-6e4)  # added to a score: its softmax is exactly 0
 _ROOM = 2  # room of new memory, in capacities: only addresses, until they are written
+_TURNED = 1 << 15  # values that are transposed at a time: what is read and what is written stay in the cache
 _ASKED_BYTES = 64 << 20  # bytes above which free memory is checked first: the system gives addresses in any case
 
 
@@ -238,7 +239,10 @@ class Slot:
         if low >= high:
             return
         for group, cache, store in zip(self.groups, self.caches.stacks, self._group_stores, strict=True):
-            store[low:high] = group.canonical(group.tokens(cache, low, high))  # the cache holds rounded values: exact
+            for start, stop in group.blocks(low, high):
+                rows = group.canonical(group.tokens(cache, start, stop))
+                for layer in range(len(group.names)):
+                    store[start:stop, layer] = rows[:, layer].astype(group.dtype)  # they are rounded already: exact
         self._kept_from = low
 
     def load_rows(self, tensors: Mapping[str, Array], first: int, stop: int) -> None:
@@ -247,9 +251,13 @@ class Slot:
         for group, cache in zip(self.groups, self.caches.stacks, strict=True):
             target = group.tokens(cache, first, stop)
             for layer, name in enumerate(group.names):  # one at a time stays in the processor's cache
-                rows = narrowed(tensors[name], group.dtype)  # (Hkv, n, D)
-                wide = widened(rows.transpose(1, 0, 2)).transpose(1, 0, 2)  # contiguous as it is stored
-                target[layer] = wide if group.kind == "key" else wide.transpose(0, 2, 1)
+                rows = narrowed(tensors[name], group.dtype).transpose(1, 0, 2)  # (n, Hkv, D), as they are stored
+                if group.kind == "key":
+                    target[layer] = widened(rows).transpose(1, 0, 2)
+                    continue
+                for low, high in group.blocks(0, stop - first):
+                    near = np.ascontiguousarray(rows[low:high])  # rows lie far apart, as each has all layers
+                    target[layer, :, :, low:high] = widened(near.transpose(1, 2, 0))
 
     def copy_rows(self, other: Slot, count: int) -> None:
         """Take over rows [0, count) of another slot of the program. This slot must be clear and have room for them."""
@@ -275,6 +283,12 @@ class RowGroup:
     def tokens(self, array: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
         """Return a token range of a stacked array (L, Hkv, S, D) or (L, Hkv, D, S), as a view."""
         return array[:, :, start:stop] if self.kind == "key" else array[:, :, :, start:stop]
+
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts of a token range that are transposed one at a time."""
+        step = max(16, _TURNED // (self.heads * self.dim) // 16 * 16)
+        for low in range(start, stop, step):
+            yield low, min(low + step, stop)
 
     def canonical(self, part: NDArray[Any]) -> NDArray[Any]:
         """View such a range as (n, L, Hkv, D)."""
