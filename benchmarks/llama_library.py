@@ -17,10 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ssmd.model import smollm2
 
 VERSION = "0.5.0-dev"
 BATCH = 2048  # tokens that one call takes
+KINDS = {"Q8_0": 7, "Q4_K_M": 15, "Q4_0": 2}  # llama_ftype
 _Log = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)
 
 
@@ -119,7 +123,7 @@ class QuantizeParams(Params):
         ("max_buf_size", c_size_t),
     )
     DEFAULTS: ClassVar = {
-        "ftype": 7,  # mostly Q8_0
+        "ftype": KINDS["Q8_0"],
         "output_tensor_type": 43,
         "token_embedding_type": 43,
         "quantize_output_tensor": True,
@@ -157,10 +161,10 @@ class Library:
                 raise LibraryError(f"{name}: {field[0]} is {value}, not {wanted}: its struct is another")
         return made
 
-    def quantize(self, source: Path, target: Path) -> None:
-        """Write the weights of a GGUF file as Q8_0."""
+    def quantize(self, source: Path, target: Path, kind: str = "Q8_0") -> None:
+        """Write the weights of a GGUF file as one of KINDS."""
         params = self.default("llama_model_quantize_default_params", QuantizeParams)
-        params.allow_requantize = True
+        params.allow_requantize, params.ftype = True, KINDS[kind]
         quantize = self.function("llama_model_quantize", c_uint32, c_char_p, c_char_p, POINTER(QuantizeParams))
         if failed := quantize(bytes(source), bytes(target), ctypes.byref(params)):
             raise LibraryError(f"llama_model_quantize of {source}: {failed}")
@@ -226,6 +230,12 @@ class Llama:
         """Feed each stream its token."""
         self._feed(tokens, [self._steps] * len(tokens), range(len(tokens)), len(tokens))
         self._steps += 1
+
+    def rows(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Return the logits after each of these tokens, at most BATCH of them, read from nothing: f32[n, V]."""
+        self._clear()
+        self._feed(ids, range(len(ids)), [self._prompt] * len(ids), len(ids))
+        return np.array([self.logits(i) for i in range(len(ids))], np.float32)
 
     def logits(self, row: int) -> list[float]:
         """Logits of the last call: of stream `row`, or of a prompt (-1)."""

@@ -2,6 +2,7 @@
 
     python benchmarks/quantization.py [FOLDER] [--totals]    a source checkpoint; default: SmolLM2 out of its package
     python benchmarks/quantization.py [FOLDER] --int4        ways to 4 bits: bytes, and what they cost
+                    [--llama-library LIBRARY --gguf FILE]    FILE: the same weights in 16 bits or more, for llama.cpp
 
 Weights: symmetric, a scale for each output channel. Activations: asymmetric, a scale for each token. KL(f32 || rounded)
 in nats and the change of perplexity, on the text of ssmd/build/quality.py and on quantization.txt beside this file, in
@@ -10,12 +11,15 @@ benchmarks/rotation.py.
 
 int4: embedding and head int8; a float16 scale for each block of a row, offsets int8. Compensated (GPTQ,
 arXiv:2210.17323): columns in order, what one is off is made up for by those after it, by what the others' inputs were
-on the project's documents; the scale of a block is the best of some by the same measure.
+on the project's documents; the scale of a block is the best of some by the same measure. libllama quantizes FILE
+itself, and computes the logits of what it wrote (llama_library.py says how to get a libllama).
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +29,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+from llama_library import KINDS, Library, Llama
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -40,6 +45,7 @@ from ssmd.families.offsets import BLOCK, is_multiplied
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import Binding
+from ssmd.model.gguf import GGUF
 from ssmd.model.source import Source
 from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 
@@ -71,21 +77,28 @@ def shifted(w: Tensor, block: int = BLOCK) -> Tensor:
     return (levels * step + offsets[..., None]).reshape(w.shape)
 
 
-def compensated(w: Tensor, inputs: Tensor, block: int = BLOCK) -> Tensor:
-    """4 bits with a scale for each block, by the products (K, K) of all inputs with one another."""
+def compensated(w: Tensor, inputs: Tensor, block: int = BLOCK, *, offset: bool = False) -> Tensor:
+    """4 bits with a scale for each block, or an offset too, by the products (K, K) of all inputs with one another."""
     w, gram = w.double(), inputs.double()
     gram = gram + torch.eye(len(gram)) * 0.01 * gram.diagonal().mean()
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(gram)), upper=True)
     made = torch.zeros_like(w)
+    parts = w.reshape(len(w), -1, block)
+    unit = (parts.amax(-1) + parts.amin(-1)).abs().amax(1, keepdim=True).clamp(min=1e-30) / 2 / 127  # of the offsets
     for first in range(0, w.shape[1], block):
         own = slice(first, first + block)
         part, errors, weight = w[:, own].clone(), torch.zeros(len(w), block).double(), gram.diagonal()[own]
-        largest = part.abs().amax(1, keepdim=True).clamp(min=1e-30)
-        scales = torch.stack([largest / 7 * f for f in (*np.arange(0.7, 1.06, 0.03), 7 / 8)])  # (n, rows, 1)
-        off = ((torch.round(part / scales).clamp(-8, 7) * scales - part).square() * weight).sum(-1)
-        scale = scales[off.argmin(0), torch.arange(len(w))]
+        if offset:
+            low, high = part.amin(1, keepdim=True), part.amax(1, keepdim=True)
+            scale = ((high - low) / 15).clamp(min=1e-30)
+            shift = torch.round((low + 8 * scale) / unit).clamp(-127, 127) * unit
+        else:
+            largest = part.abs().amax(1, keepdim=True).clamp(min=1e-30)
+            scales = torch.stack([largest / 7 * f for f in (*np.arange(0.7, 1.06, 0.03), 7 / 8)])  # (n, rows, 1)
+            off = ((torch.round(part / scales).clamp(-8, 7) * scales - part).square() * weight).sum(-1)
+            scale, shift = scales[off.argmin(0), torch.arange(len(w))], torch.zeros(())
         for i in range(block):
-            value = torch.round(part[:, i : i + 1] / scale).clamp(-8, 7) * scale
+            value = torch.round((part[:, i : i + 1] - shift) / scale).clamp(-8, 7) * scale + shift
             made[:, first + i : first + i + 1] = value
             errors[:, i : i + 1] = (part[:, i : i + 1] - value) / factor[first + i, first + i]
             part[:, i + 1 :] -= errors[:, i : i + 1] @ factor[first + i : first + i + 1, first + i + 1 : first + block]
@@ -137,7 +150,7 @@ class Case(NamedTuple):
 Pieces = Sequence[Sequence[int]]
 
 
-def main(folder: Path, totals: bool, int4: bool) -> None:
+def main(folder: Path, asked: argparse.Namespace) -> None:
     source = Source.open(folder)
     family = family_of(source.config)
     config = family.parse(source.config)
@@ -163,16 +176,19 @@ def main(folder: Path, totals: bool, int4: bool) -> None:
         "activations": [Case(none, every)],
     }
     short = pieces(quality.TEXT, quality.MAX_TOKENS)
-    if int4:
+    if asked.int4:
         documents = "".join(file.read_text()[:4000] for file in sorted(DOCUMENTS.rglob("*.md")))
         print(f"\n{source.path.name}, {quality.MAX_TOKENS} and {sum(map(len, pieces(LONG.read_text())))} tokens\n")
-        curve(forms, (short, pieces(LONG.read_text())), pieces(documents, CALIBRATED), every)
+        texts = (short, pieces(LONG.read_text()))
+        curve(forms, texts, pieces(documents, CALIBRATED), every)
+        if asked.gguf:
+            peers(forms[0], texts, asked.llama_library, asked.gguf)
         return
     for name, text in (("quality.py", short), (LONG.name, pieces(LONG.read_text()))):
         print(f"\n{source.path.name}, {name}: {sum(map(len, text))} tokens\n")
         print("| KL (change of perplexity) | plain | rotated |\n| --- | --- | --- |")
         table(forms, whole, text, lambda kl, change: f"{kl:.5f} ({change:+.2f} %)")
-    if not totals:
+    if not asked.totals:
         print("\n| KL of one alone | weights, plain | rotated | activations, plain | rotated |")
         print("| --- | --- | --- | --- | --- |")
         single = {k: [Case(frozenset({k}), none), Case(none, frozenset({k}))] for k in (*matrices, "head")}
@@ -185,7 +201,14 @@ def cost(
     """KL, and the change of perplexity in percent."""
     rounding = Rounding(form, case.weights, case.activations, case.made)
     with mock.patch.object(F, "linear", rounding.linear), mock.patch.object(F, "embedding", rounding.embedding):
-        told = [quality.compared(Host(form).rows(p, CHUNK), r, p) for p, r in zip(pieces, references, strict=True)]
+        return loss([Host(form).rows(piece, CHUNK) for piece in pieces], pieces, references)
+
+
+def loss(
+    found: Sequence[NDArray[np.float32]], pieces: Pieces, references: Sequence[NDArray[np.float32]]
+) -> tuple[float, float]:
+    """KL of these logits, and the change of perplexity in percent."""
+    told = [quality.compared(f, r, p) for f, r, p in zip(found, references, pieces, strict=True)]
     sizes = [len(p) for p in pieces]
     more = [np.log(t["perplexity"] / t["perplexity_f32"]) for t in told]
     kl = np.average([t["kl"] for t in told], weights=sizes)
@@ -227,6 +250,14 @@ def curve(forms: Sequence[FlatModule], texts: Sequence[Pieces], calibration: Pie
         "a scale and an offset for 64": (4.375, 0, {n: shifted(w, 64) for n, w in of[0].items()}),
         "a scale and an offset for 32": (4.75, 0, {n: shifted(w) for n, w in of[0].items()}),
         "a scale and an offset for 32, rotated": (4.75, 1, {n: shifted(w) for n, w in of[1].items()}),
+        **{
+            f"a scale and an offset for 32{', rotated' * i}, compensated": (
+                4.75,
+                i,
+                {n: compensated(w, grams[i][n], offset=True) for n, w in of[i].items()},
+            )
+            for i in range(2)
+        },
     }
     print("| weights of 4 bits | bytes, int8 = 1 | KL (change of perplexity) | of the longer text |")
     print("| --- | --- | --- | --- |")
@@ -234,6 +265,35 @@ def curve(forms: Sequence[FlatModule], texts: Sequence[Pieces], calibration: Pie
         told = [cost(forms[form], Case(every, every, made), *text) for text in zip(texts, references, strict=True)]
         cells = [f"{kl:.4f} ({change:+.1f} %)" for kl, change in told]
         print(f"| {name} | {1 - four / values * (1 - bits / 8):.2f} | {' | '.join(cells)} |", flush=True)
+
+
+def peers(form: FlatModule, texts: Sequence[Pieces], library: Path, gguf: Path) -> None:
+    """A row for each kind that libllama writes; in front, what its own float32 differs from ssmd's."""
+    references = [[Host(form).rows(piece, CHUNK) for piece in pieces] for pieces in texts]
+    values = sum(p.numel() for _, p in form.named_parameters() if p.dim() == 2)
+    loaded = Library(library)
+    with tempfile.TemporaryDirectory(prefix="ssmd-") as folder:
+        for kind in ("", *KINDS):
+            file = Path(folder) / "model.gguf" if kind else gguf
+            if kind:
+                loaded.quantize(gguf, file, kind)
+            model = Llama(loaded, file, context=2 * quality.MAX_TOKENS, streams=1, threads=1)
+            costs = [loss([model.rows(p) for p in t], t, r) for t, r in zip(texts, references, strict=True)]
+            model.close()
+            cells = [f"{kl:.4f} ({change:+.1f} %)" for kl, change in costs]
+            print(
+                f"| llama.cpp, {kind or gguf.name} | {matrices_of(file) / values:.2f} | {' | '.join(cells)} |",
+                flush=True,
+            )
+
+
+def matrices_of(file: Path) -> int:
+    """Return the bytes of the matrices of a GGUF file that are multiplied or looked up."""
+    return sum(
+        tensor.nbytes
+        for name, tensor in GGUF(file).listed.items()
+        if len(tensor.shape) == 2 and math.prod(tensor.shape) >= MIN_WEIGHT_ELEMENTS and "conv" not in name
+    )
 
 
 def table(
@@ -252,10 +312,17 @@ def table(
 
 
 if __name__ == "__main__":
-    asked = [word for word in sys.argv[1:] if word[:2] != "--"]
-    options = "--totals" in sys.argv, "--int4" in sys.argv
-    if asked:
-        main(Path(asked[0]), *options)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--totals", action="store_true")
+    parser.add_argument("--int4", action="store_true")
+    parser.add_argument("--llama-library", type=Path)
+    parser.add_argument("--gguf", type=Path)
+    options = parser.parse_args()
+    if bool(options.gguf) != bool(options.llama_library) or (options.gguf and not options.int4):
+        parser.error("--gguf needs --int4 and --llama-library, and --llama-library needs --gguf")
+    if options.folder:
+        main(options.folder, options)
     else:
         with smollm2_source(Settings(), print) as made:
-            main(made, *options)
+            main(made, options)
