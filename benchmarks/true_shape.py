@@ -43,6 +43,11 @@ from ssmd.families.registry import family_of
 
 MODELS = Path(__file__).parent.parent / "scripts" / "models"
 SHAPES: dict[str, dict[str, Any]] = {f.stem: json.loads(f.read_text())["config"] for f in sorted(MODELS.glob("*.json"))}
+SHAPES |= {  # the text model of a config with a vision tower, as a config of its own
+    f"{name}-text": c["text_config"] | {"architectures": [f"{c['architectures'][0].partition('For')[0]}ForCausalLM"]}
+    for name, c in SHAPES.items()
+    if "text_config" in c
+}
 
 LENGTHS = (0, 1000, 8000, 100_000)  # tokens of conversations whose states' sizes are said
 
