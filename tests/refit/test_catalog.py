@@ -76,7 +76,7 @@ def test_a_graph_computes_what_pytorch_does(graph: StrippedGraph, tmp_path: Path
 
 def test_two_tensors_of_one_shape_that_change_places_are_seen(graph: StrippedGraph, tmp_path: Path) -> None:
     """Of every kind of parameter, those of two layers; the refit itself has no way to see it. In int8 D, eight numbers
-    a layer, is lost among the roundings."""
+    a layer, can be lost among the roundings of a processor."""
     names = {h.parameter for f in graph.header.files for h in f.holes}
     kinds = {re.sub(r"^layer\d+_", "", n) for n in names if n.startswith("layer")}
     assert {"in", "out", "A", "dt_bias", "gate_up", "down", "conv"} <= kinds
@@ -89,7 +89,7 @@ def test_two_tensors_of_one_shape_that_change_places_are_seen(graph: StrippedGra
             steps = verified(wrong, tmp_path / kind)
             if not any(step.rms_relative > allowed for step, allowed in steps):
                 unseen.append(kind)
-    assert unseen == ([] if graph.header.quantization == "f32" else ["D"])
+    assert set(unseen) <= (set() if graph.header.quantization == "f32" else {"D"})
 
 
 def swapped(graph: StrippedGraph, one: str, other: str) -> StrippedGraph:
@@ -594,9 +594,9 @@ def test_pull_says_what_no_graph_fits(artifacts: TinyArtifacts, shelf: Path, tmp
 
 def test_every_model_is_shipped_for_both_runtimes() -> None:
     models = {f.stem: json.loads(f.read_text()) for f in (ROOT / "scripts" / "models").glob("*.json")}
-    assert len(models) == 13
+    assert len(models) == 15
     found = {r: {g.header.name: g.header for g in shipped(r, "int8")} for r in ("litert", "openvino")}
-    only_int4, experts = {"granite-4.0-h-micro"}, {"lfm2-8b-a1b"}
+    only_int4, experts = {"granite-4.0-h-micro", "qwen3.5-4b"}, {"lfm2-8b-a1b"}
     assert set(models) - set(found["litert"]) == only_int4 | experts
     assert set(found["openvino"]) == set(models) - only_int4
     for headers in found.values():
@@ -611,16 +611,17 @@ def test_every_model_is_shipped_for_both_runtimes() -> None:
         "granite-4.0-h-micro",
         "lfm2-1.2b",
         "lfm3-1.7b",
+        "qwen3.5-2b",
         "smollm2",
     ]
-    assert [h.name for h in four["openvino"]] == ["granite-4.0-h-1b", "granite-4.0-h-micro", "smollm2"]
+    assert [h.name for h in four["openvino"]] == ["granite-4.0-h-1b", "granite-4.0-h-micro", "qwen3.5-4b", "smollm2"]
     for header in (*four["litert"], *four["openvino"]):
         assert header.quantization == "int4"
         assert differences(header, models[header.name]["config"]) == {}
         # LFM3 norms what its layers put out, so what activations lose to rounding goes on: 0.18 in int8, 0.26 in int4.
         most = {"lfm3-1.7b": 0.27}.get(header.name, {"litert": 0.25, "openvino": 0.05}[header.runtime])
         assert max(header.golden.rms) < most
-    assert sum(f.stat().st_size for f in catalog.SHIPPED.iterdir()) < 10 << 20
+    assert sum(f.stat().st_size for f in catalog.SHIPPED.iterdir()) < 12 << 20
 
 
 def test_what_is_shipped_ends_where_the_model_does() -> None:

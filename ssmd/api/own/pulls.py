@@ -47,6 +47,8 @@ _ABOUT = {
     "mamba2-130m": "English",
     "qwen3-0.6b": "chat with reasoning, tools; many languages",
     "qwen3.5-0.8b": "chat with reasoning on request, tools; many languages",
+    "qwen3.5-2b": "chat with reasoning on request, tools; many languages",
+    "qwen3.5-4b": "chat with reasoning on request, tools; many languages",
     "smollm2": "chat and short texts in English; quick on any machine",
 }
 
