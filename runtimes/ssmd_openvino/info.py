@@ -33,7 +33,7 @@ def _first_load(device_class: str, files: Mapping[str, int]) -> str:
 INFO = RuntimeInfo(
     rank=1,
     targets=(
-        Target("openvino", serves=("experts", "attention windows")),
+        Target("openvino", serves=("experts", "attention windows"), int4_memory=1.5),
         Target("npu", "npu", "NPU_CONVERTER", serves=("attention windows",)),
     ),
     tries=("gpu", "npu"),

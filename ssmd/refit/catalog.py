@@ -24,7 +24,7 @@ from ssmd.model.source import Source
 from ssmd.refit.graphfile import Header, StrippedGraph
 from ssmd.refit.install import checked_tokenizer, config_of, fields_of, placed, save_texts
 from ssmd.refit.refit import RefitError, bounded, differences, differences_text, fits, refit
-from ssmd.runtime.info import info_of, infos, target_of
+from ssmd.runtime.info import info_of, infos, target_for, target_of
 from ssmd.runtime.protocol import RuntimeUnavailable, get_runtime, prepare
 from ssmd.runtime.verify import GOLDEN_POSITIONS, GOLDEN_TOKENS, StepError, compare, golden_tokens, replay, save_golden
 
@@ -134,8 +134,12 @@ def memory_of(header: Header) -> int:
     Most is the runtime's: it packs the weights when the new artifact is run once. For an NPU each length is a model of
     its own, and the processor, where they are run once, keeps the float16 weights of each in float32.
     """
-    copies = 2 * (1 + len(header.buckets)) if header.device_class == "npu" else 1
-    return _BASE_BYTES + copies * disk_of(header)
+    copies = 1.0
+    if header.device_class == "npu":
+        copies = 2 * (1 + len(header.buckets))
+    elif header.quantization == "int4":
+        copies = target_for(header.runtime, header.device_class).int4_memory
+    return _BASE_BYTES + int(copies * disk_of(header))
 
 
 def _computed(artifact: Artifact, source: Source, tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -32,6 +32,7 @@ class Target:
     device_class: str = "cpu"
     converter: str = "CONVERTER"  # attribute of the package's module `build`
     serves: tuple[Part, ...] = ()  # the parts that it computes, of those that some targets do not
+    int4_memory: float = 1.0  # memory of packed int4 weights, in sizes of the artifact
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ssmd.refit import catalog
 from ssmd.refit.gguf import loss
 from ssmd.refit.graphfile import StrippedGraph
 
-MORE = 1 << 20  # bytes by which int8 is larger
+MORE = 80 << 20  # bytes by which int8 is larger: so many that int4 takes less memory too
 NAME = "mamba-130m"
 
 
@@ -67,6 +67,13 @@ def test_int8_is_the_usual_one(config: Mapping[str, Any], tmp_path: Path) -> Non
     (usual, _), (smaller, _) = (catalog.sizes_of(NAME, "openvino", q) or (0, 0) for q in ("int8", "int4"))
     assert catalog.sizes_of(NAME, "openvino") == catalog.sizes_of(NAME, "openvino", "int8")
     assert usual == smaller + MORE
+
+
+def test_memory_of_int4_is_what_openvino_packs(config: Mapping[str, Any]) -> None:
+    """Granite-4.0-H-1B and -Micro and Qwen3.5-4B took 1.5 times their artifacts, and 0.4 GB."""
+    for quantization, copies in (("int8", 1.0), ("int4", 1.5)):
+        disk, needed = catalog.sizes_of(NAME, "openvino", quantization) or (0, 0)
+        assert needed == int(copies * disk) + (400 << 20)
 
 
 def test_a_quantization_that_is_asked_for_is_taken(config: Mapping[str, Any], tmp_path: Path) -> None:
