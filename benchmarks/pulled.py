@@ -1,6 +1,6 @@
 """The cost of `ssmd pull` at a model's true size: memory, disk and time; then a conversation over a SIGKILL.
 
-    benchmarks/pulled.py NAME RUNTIME [QUANTIZATION] [--folder FOLDER] [--keep]
+    benchmarks/pulled.py NAME RUNTIME [QUANTIZATION] [--calibrate TEXT] [--folder FOLDER] [--keep]
 
 A hub on this machine makes the checkpoint's shards from a seed as they are asked for (ssmd/model/random_source.py), in
 bfloat16; they are never on its disk. The artifact is pulled into FOLDER, served, and removed again unless --keep. The
@@ -233,13 +233,16 @@ def served(name: str, folder: Path) -> tuple[float, int, int, list[str]]:
         return load_s, resident, most, [*words, "the same bits" if same else "OTHER BITS"]
 
 
-def measure(name: str, runtime: str, quantization: str | None, folder: Path, *, keep: bool) -> list[str]:
-    """Pull a model into a folder and serve it. Returns the columns of its row."""
+def measure(
+    name: str, runtime: str, quantization: str | None, text: Path | None, folder: Path, *, keep: bool
+) -> list[str]:
+    """Pull a model into a folder and serve it. Returns the columns of its row. text: to calibrate with."""
     os.environ |= {"SSMD_DATA_DIR": str(folder / "data"), "SSMD_MODELS_DIR": str(folder / "models")}
     os.environ |= {"SSMD_CACHE_DIR": str(folder / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     if (here := folder / "models" / name).exists():
         raise SystemExit(f"{here} is there already, and might be served instead: take another FOLDER")
     command = ["pull", name, "--runtime", runtime, *(["--quant", quantization] if quantization else [])]
+    command += ["--calibrate", str(text)] if text else []
     try:
         with hub(name) as running:
             os.environ["HF_ENDPOINT"] = running.url
@@ -270,13 +273,14 @@ def main() -> None:
     parser.add_argument("name", choices=SHAPES)
     parser.add_argument("runtime")
     parser.add_argument("quantization", nargs="?")
+    parser.add_argument("--calibrate", type=Path, metavar="TEXT", help="which ssmd pull gets")
     parser.add_argument("--folder", type=Path, help="for all files; else a temporary one")
     parser.add_argument("--keep", action="store_true", help="leave the artifact in FOLDER, which has none of it yet")
     asked = parser.parse_args()
     said = conditions()
     with contextlib.ExitStack() as stack:
         folder = asked.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssmd-pulled-")))
-        row = measure(asked.name, asked.runtime, asked.quantization, folder, keep=asked.keep)
+        row = measure(asked.name, asked.runtime, asked.quantization, asked.calibrate, folder, keep=asked.keep)
     print(f"# pulled: {said}; 2 threads\n| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     print(f"| {' | '.join(row)} |", flush=True)
 

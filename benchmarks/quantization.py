@@ -3,6 +3,7 @@
     python benchmarks/quantization.py [FOLDER] [--totals]    a source checkpoint; default: SmolLM2 out of its package
     python benchmarks/quantization.py [FOLDER] --int4        ways to 4 bits: bytes, and what they cost
                     [--llama-library LIBRARY --gguf FILE]    FILE: the same weights in 16 bits or more, for llama.cpp
+                    [--artifacts ARTIFACT ...]               of the same weights, in their own runtimes
 
 Weights: symmetric, a scale for each output channel. Activations: asymmetric, a scale for each token. KL(f32 || rounded)
 in nats and the change of perplexity, on the text of ssmd/build/quality.py and on quantization.txt beside this file, in
@@ -45,8 +46,11 @@ from ssmd.families.offsets import BLOCK, is_multiplied
 from ssmd.families.registry import family_of
 from ssmd.families.rotation import rotated
 from ssmd.families.weights import Binding
+from ssmd.model.artifact import Artifact
 from ssmd.model.gguf import GGUF
 from ssmd.model.source import Source
+from ssmd.refit.compensated import Factor, better
+from ssmd.runtime.protocol import get_runtime
 from ssmd_litert.recipe import MIN_WEIGHT_ELEMENTS
 
 _LINEAR, _EMBEDDING = F.linear, F.embedding
@@ -77,33 +81,34 @@ def shifted(w: Tensor, block: int = BLOCK) -> Tensor:
     return (levels * step + offsets[..., None]).reshape(w.shape)
 
 
-def compensated(w: Tensor, inputs: Tensor, block: int = BLOCK, *, offset: bool = False) -> Tensor:
-    """4 bits with a scale for each block, or an offset too, by the products (K, K) of all inputs with one another."""
+def compensated(w: Tensor, inputs: Tensor) -> Tensor:
+    """4 bits with a scale for each block, by the products (K, K) of all inputs with one another."""
     w, gram = w.double(), inputs.double()
     gram = gram + torch.eye(len(gram)) * 0.01 * gram.diagonal().mean()
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(gram)), upper=True)
     made = torch.zeros_like(w)
-    parts = w.reshape(len(w), -1, block)
-    unit = (parts.amax(-1) + parts.amin(-1)).abs().amax(1, keepdim=True).clamp(min=1e-30) / 2 / 127  # of the offsets
-    for first in range(0, w.shape[1], block):
-        own = slice(first, first + block)
-        part, errors, weight = w[:, own].clone(), torch.zeros(len(w), block).double(), gram.diagonal()[own]
-        if offset:
-            low, high = part.amin(1, keepdim=True), part.amax(1, keepdim=True)
-            scale = ((high - low) / 15).clamp(min=1e-30)
-            shift = torch.round((low + 8 * scale) / unit).clamp(-127, 127) * unit
-        else:
-            largest = part.abs().amax(1, keepdim=True).clamp(min=1e-30)
-            scales = torch.stack([largest / 7 * f for f in (*np.arange(0.7, 1.06, 0.03), 7 / 8)])  # (n, rows, 1)
-            off = ((torch.round(part / scales).clamp(-8, 7) * scales - part).square() * weight).sum(-1)
-            scale, shift = scales[off.argmin(0), torch.arange(len(w))], torch.zeros(())
-        for i in range(block):
-            value = torch.round((part[:, i : i + 1] - shift) / scale).clamp(-8, 7) * scale + shift
+    for first in range(0, w.shape[1], BLOCK):
+        own = slice(first, first + BLOCK)
+        part, errors, weight = w[:, own].clone(), torch.zeros(len(w), BLOCK).double(), gram.diagonal()[own]
+        largest = part.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        scales = torch.stack([largest / 7 * f for f in (*np.arange(0.7, 1.06, 0.03), 7 / 8)])  # (n, rows, 1)
+        off = ((torch.round(part / scales).clamp(-8, 7) * scales - part).square() * weight).sum(-1)
+        scale = scales[off.argmin(0), torch.arange(len(w))]
+        for i in range(BLOCK):
+            value = torch.round(part[:, i : i + 1] / scale).clamp(-8, 7) * scale
             made[:, first + i : first + i + 1] = value
             errors[:, i : i + 1] = (part[:, i : i + 1] - value) / factor[first + i, first + i]
-            part[:, i + 1 :] -= errors[:, i : i + 1] @ factor[first + i : first + i + 1, first + i + 1 : first + block]
-        w[:, first + block :] -= errors @ factor[own, first + block :]
+            part[:, i + 1 :] -= errors[:, i : i + 1] @ factor[first + i : first + i + 1, first + i + 1 : first + BLOCK]
+        w[:, first + BLOCK :] -= errors @ factor[own, first + BLOCK :]
     return made.float()
+
+
+def calibrated(w: Tensor, inputs: Tensor) -> Tensor:
+    """4 bits with a scale and an offset for each block, as `ssmd pull --calibrate` rounds them for LiteRT."""
+    made, _ = better(w.numpy(), Factor.of(inputs.numpy().copy()), brief=True)
+    levels = made.levels.reshape(*made.steps.shape, BLOCK) * made.steps[..., None]
+    offsets = rounded_weight(torch.from_numpy(made.offsets))
+    return (torch.from_numpy(levels.astype(np.float32)) + offsets[..., None]).reshape(w.shape)
 
 
 def rounded_activation(x: Tensor) -> Tensor:
@@ -183,6 +188,8 @@ def main(folder: Path, asked: argparse.Namespace) -> None:
         curve(forms, texts, pieces(documents, CALIBRATED), every)
         if asked.gguf:
             peers(forms[0], texts, asked.llama_library, asked.gguf)
+        for path in asked.artifacts:
+            own(forms[0], texts, path)
         return
     for name, text in (("quality.py", short), (LONG.name, pieces(LONG.read_text()))):
         print(f"\n{source.path.name}, {name}: {sum(map(len, text))} tokens\n")
@@ -254,7 +261,7 @@ def curve(forms: Sequence[FlatModule], texts: Sequence[Pieces], calibration: Pie
             f"a scale and an offset for 32{', rotated' * i}, compensated": (
                 4.75,
                 i,
-                {n: compensated(w, grams[i][n], offset=True) for n, w in of[i].items()},
+                {n: calibrated(w, grams[i][n]) for n, w in of[i].items()},
             )
             for i in range(2)
         },
@@ -285,6 +292,29 @@ def peers(form: FlatModule, texts: Sequence[Pieces], library: Path, gguf: Path) 
                 f"| llama.cpp, {kind or gguf.name} | {matrices_of(file) / values:.2f} | {' | '.join(cells)} |",
                 flush=True,
             )
+
+
+def own(form: FlatModule, texts: Sequence[Pieces], path: Path) -> None:
+    """A row for an artifact, fed token by token."""
+    references = [[Host(form).rows(piece, CHUNK) for piece in pieces] for pieces in texts]
+    artifact = Artifact.open(path)
+    manifest, program = (
+        artifact.manifest,
+        get_runtime(artifact.manifest.runtime).load(artifact, device="cpu", threads=1),
+    )
+
+    def rows(piece: Sequence[int]) -> NDArray[np.float32]:
+        handle = program.new_state()
+        try:
+            return np.concatenate([program.decode([handle], [token]) for token in piece])
+        finally:
+            program.release(handle)
+
+    costs = [loss([rows(p) for p in t], t, r) for t, r in zip(texts, references, strict=True)]
+    program.close()
+    how = ", calibrated" * ("calibrated" in manifest.quantization_recipe)
+    cells = [f"{kl:.4f} ({change:+.1f} %)" for kl, change in costs]
+    print(f"| {manifest.runtime}, {manifest.quantization}{how} | | {' | '.join(cells)} |", flush=True)
 
 
 def matrices_of(file: Path) -> int:
@@ -318,9 +348,10 @@ if __name__ == "__main__":
     parser.add_argument("--int4", action="store_true")
     parser.add_argument("--llama-library", type=Path)
     parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--artifacts", type=Path, nargs="*", default=[])
     options = parser.parse_args()
-    if bool(options.gguf) != bool(options.llama_library) or (options.gguf and not options.int4):
-        parser.error("--gguf needs --int4 and --llama-library, and --llama-library needs --gguf")
+    if bool(options.gguf) != bool(options.llama_library) or ((options.gguf or options.artifacts) and not options.int4):
+        parser.error("--gguf and --artifacts need --int4, --gguf needs --llama-library, and that needs --gguf")
     if options.folder:
         main(options.folder, options)
     else:

@@ -134,8 +134,8 @@ def _ordered(edited: Edited, graph: Any, signatures: list[Any]) -> None:
             named.tensorIndex = int(places[named.tensorIndex])
 
 
-def edit(file: Path, *changes: Callable[[Edited], None]) -> None:
-    """Change a file. If a change raises, the file stays unchanged."""
+def edit(file: Path, *changes: Callable[[Edited], None], target: Path | None = None) -> None:
+    """Change a file, or write the changed one as `target`. If a change raises, the file stays unchanged."""
     edited = Edited(file)
     model, data = edited.model, edited.data
     for change in changes:
@@ -158,7 +158,7 @@ def edit(file: Path, *changes: Callable[[Edited], None]) -> None:
     for buffer, content in apart:
         buffer.offset = at = -(-at // _ALIGNMENT) * _ALIGNMENT
         at += content.nbytes
-    changed = file.with_suffix(".open")
+    changed = (target or file).with_suffix(".open")
     with changed.open("xb") as out:
         out.write(_packed(model))
         for buffer, content in apart:
@@ -170,7 +170,7 @@ def edit(file: Path, *changes: Callable[[Edited], None]) -> None:
         if edited.late:  # some of what stands before them is known only now: scales
             out.seek(0)
             out.write(_packed(model))
-    changed.replace(file)
+    changed.replace(target or file)
 
 
 def load(file: Path) -> Any:

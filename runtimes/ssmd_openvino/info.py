@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from ssmd.runtime.info import BuildOption, RuntimeInfo, Target
 
 if TYPE_CHECKING:
+    from ssmd.model.artifact import Artifact
+    from ssmd.runtime.activations import Activations, Place
     from ssmd_openvino.build import OpenVINOConverter
 
 
@@ -30,6 +32,12 @@ def _first_load(device_class: str, files: Mapping[str, int]) -> str:
     )
 
 
+def _activations(artifact: Artifact, places: Mapping[str, Place]) -> Activations:
+    from ssmd_openvino.activations import activations
+
+    return activations(artifact, places)
+
+
 INFO = RuntimeInfo(
     rank=1,
     targets=(
@@ -38,5 +46,6 @@ INFO = RuntimeInfo(
     ),
     tries=("gpu", "npu"),
     build_options={"xamba": BuildOption("cumba, reduba, actiba=SEGMENTS", _rewriting)},
+    activations=_activations,
     first_load=_first_load,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import re
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from ssmd.model.source import Source
     from ssmd.refit.graphfile import StrippedGraph
 
+_TEXT_BYTES = 1 << 20  # of a text to calibrate with: more than all tokens that are read take
 SMALLER = "int4"  # where memory is too small for a graph's usual quantization
 _ON_A_HUB = re.compile(r"([^:/]+/[^:/]+):(.+)")  # owner/name:FILE
 
@@ -84,6 +86,13 @@ def pull(
             help="How weights are stored; else int8, and int4 where only that fits into memory.", show_default=False
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --quant int4: round the weights for this text, of 1,024 to 8,192 tokens. Takes minutes.",
+            metavar="TEXT",
+        ),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -112,7 +121,34 @@ def pull(
     with reporting() if report else contextlib.nullcontext():
         making = _Making(settings, name, runtime or "auto", context, force, keep_source, anyway)
         making.quantization = None if quant is None else quant.value
+        if calibrate is not None:
+            if to is not None or making.quantization != SMALLER:
+                fail(f"--calibrate rounds weights of 4 bits: add --quant {SMALLER}, and leave out --to", USAGE)
+            making.text = _text_of(calibrate)
         _pull(making, name, revision, folder, to, runtime, as_json, report)
+
+
+def _text_of(file: Path) -> str:
+    """Read a text to calibrate with. Ends the command if it is none, or too short."""
+    from ssmd.refit.calibration import LEAST_TOKENS, MOST_TOKENS
+
+    try:
+        with file.open("rb") as f:
+            data = f.read(_TEXT_BYTES + 1)
+    except OSError as err:
+        fail(f"--calibrate {file}: {err.strerror or err}", USAGE)
+    cut = data[:_TEXT_BYTES]
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(cut, final=len(data) == len(cut))
+    except UnicodeDecodeError as err:
+        fail(f"--calibrate {file}: it is no text in UTF-8, from byte {err.start} on", USAGE)
+    if len(text) < LEAST_TOKENS:
+        fail(
+            f"--calibrate {file}: {len(text)} characters are less than {LEAST_TOKENS} tokens; the first {MOST_TOKENS} "
+            "are read: take texts of the kind that the model is for",
+            USAGE,
+        )
+    return text
 
 
 def _pull(
@@ -237,6 +273,7 @@ class _Making:
     anyway: bool = False
     build: str = ""
     quantization: Quantization | None = None  # None: the usual one, or the one that fits into memory
+    text: str | None = None  # to calibrate with
     recipe: _Recipe | None = None
     why_not: str = ""
 
@@ -327,13 +364,14 @@ class _Making:
             if recipe.why:
                 say(recipe.why)
             if recipe.exact:
-                check_room(recipe.disk, self.settings.models_dir, "SSMD_MODELS_DIR", "written")
+                copies = 1 if self.text is None else 2  # the one whose inputs are read
+                check_room(copies * recipe.disk, self.settings.models_dir, "SSMD_MODELS_DIR", "written")
             if graph is not None:
                 h = graph.header
                 if cost := info_of(h.runtime).first_load(h.device_class, {f.name: f.size for f in h.files}):
                     say(cost)
-                options: dict[str, Any] = {"context": self.context, "progress": say, "finish": defaults}
-                made = catalog.install(graph, source, out, name=self.name, **options)
+                options: dict[str, Any] = {"context": self.context, "text": self.text, "progress": say}
+                made = catalog.install(graph, source, out, name=self.name, finish=defaults, **options)
             else:
                 assert packer is not None
                 tiers = None if self.context is None else [self.context]
@@ -356,10 +394,13 @@ def _recipe(config: Mapping[str, Any], making: _Making) -> tuple[_Recipe | None,
     fits; the recipe says so.
     """
     from ssmd.machine.memory import available
+    from ssmd.refit import calibration
 
     runtime, mine = making.runtime, making.settings.models_dir / name_of(making.name)
     packer = packer_of(runtime)
     if packer is not None:
+        if making.text is not None:
+            fail(calibration.why_not(packer.runtime, None), USAGE)
         quantization = making.quantization or packer.quantizations[0]
         out = _folder(mine, packer.runtime, packer.device_class, quantization)
         tiers = None if making.context is None else [making.context]
@@ -383,7 +424,7 @@ def _of_graph(
     config: Mapping[str, Any], making: _Making, mine: Path, quantization: str | None
 ) -> tuple[_Recipe | None, str]:
     """Return (the recipe of a graph, ""), or (None, the reason). mine: the folder of the model."""
-    from ssmd.refit import catalog
+    from ssmd.refit import calibration, catalog
     from ssmd.refit.refit import bounded
 
     runtimes = catalog.on_processor() if making.runtime == "auto" else [making.runtime]
@@ -394,6 +435,10 @@ def _of_graph(
     out = _folder(mine, h.runtime, h.device_class, h.quantization)
     most = bounded(h, config, making.context)[-1]  # before anything is replaced
     memory, disk = catalog.memory_of(h), catalog.disk_of(h)
+    if making.text is not None:
+        if why := calibration.why_not(h.runtime, h):
+            fail(why, USAGE)
+        memory += calibration.MEMORY
     return _Recipe(out, h.runtime, graph, None, most, memory, disk, exact=True), ""
 
 

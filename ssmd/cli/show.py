@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -46,7 +46,7 @@ def show(
         "path": str(path),
         "family": manifest.family,
         "runtime": f"{manifest.runtime}, {manifest.device_class}",
-        "quantization": manifest.quantization,
+        "quantization": manifest.quantization + _calibrated(manifest.quantization_recipe),
         **_quality(manifest.quality),
         "size": f"{sum(f.size for f in manifest.files.values()) / 1e6:.1f} MB in {len(manifest.files)} files",
         "context": "unbounded" if manifest.context is None else f"{manifest.context} tokens",
@@ -69,6 +69,13 @@ def _sampling(defaults: Mapping[str, Default]) -> str:
     for name, default in defaults.items():
         by_source.setdefault(default.source, []).append(f"{name} {default.text}")
     return "; ".join(f"{', '.join(values)} ({source})" for source, values in by_source.items()) or "temperature 1"
+
+
+def _calibrated(recipe: Mapping[str, Any]) -> str:
+    """Return what the weights were rounded for, if that was a text."""
+    told = recipe.get("calibrated")
+    tokens = told.get("tokens") if isinstance(told, dict) else None
+    return f", rounded for {tokens} tokens of a text" if type(tokens) is int else ""
 
 
 def _quality(quality: dict[str, dict[str, float]]) -> dict[str, str]:

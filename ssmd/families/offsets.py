@@ -38,7 +38,7 @@ _MULTIPLIED = {
     "dt",
 }  # matrices of a layer, in all families
 _EXACT = "_ba"  # of gated DeltaNet: few rows, and what they give stands in an exponent
-_LEAST = np.float32(2.0**-18)  # a step: below float16's normal numbers, yet right to 1 in 128
+LEAST_STEP = np.float32(2.0**-18)  # a step: below float16's normal numbers, yet right to 1 in 128
 
 
 def is_multiplied(name: str) -> bool:
@@ -65,7 +65,7 @@ def divided(rows: Array) -> tuple[Array, Array]:
     """Return L (n, K) and C (n, K / 32) of rows (n, K). Steps are float16: raises SourceError if one is larger."""
     blocks = rows.reshape(len(rows), -1, BLOCK)
     low = blocks.min(-1, keepdims=True)
-    step = np.maximum((blocks.max(-1, keepdims=True) - low) / np.float32(15), _LEAST)
+    step = np.maximum((blocks.max(-1, keepdims=True) - low) / np.float32(15), LEAST_STEP)
     if not step.max() <= np.finfo(np.float16).max:
         raise SourceError(
             f"weights 2^{np.log2(step.max() * 15):.0f} apart are too far for int4; build with --quant int8"

@@ -21,6 +21,7 @@ from ssmd.machine.spelling import meant
 from ssmd.model.artifact import GOLDEN, Artifact, seal
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source
+from ssmd.refit.calibration import calibrate, recipe_of, tokens_of, why_not
 from ssmd.refit.graphfile import Header, StrippedGraph
 from ssmd.refit.install import checked_tokenizer, config_of, fields_of, placed, save_texts
 from ssmd.refit.refit import RefitError, bounded, differences, differences_text, fits, refit
@@ -89,21 +90,26 @@ def install(
     *,
     name: str,
     context: int | None = None,
+    text: str | None = None,
     progress: Progress = lambda line: None,
     finish: Callable[[Path], None] = lambda folder: None,
 ) -> Artifact:
     """Make the artifact of a source in the folder `out`, the same build as by `ssmd build`.
 
     It appears whole or not at all, and replaces an existing one. context: most tokens of a conversation, if fewer than
-    possible. finish: gets the folder before it is put in place. Its golden values are its own logits when it is new; it
-    has none if its runtime does not run on this system. Raises RefitError, SourceError, ProgramError or
-    RuntimeUnavailable.
+    possible. text: round matrices of 4 bits for it, which is another build. finish: gets the folder before it is put in
+    place. Its golden values are its own logits when it is new; it has none if its runtime does not run on this system.
+    Raises RefitError, SourceError, ProgramError or RuntimeUnavailable.
     """
     header = graph.header
     fits(header, source)
     tiers = bounded(header, source.config, context)
     family = family_of(source.config)
     tokenizer = checked_tokenizer(source, family.parse(source.config).vocabulary)
+    if text is not None:
+        if why := why_not(header.runtime, header):
+            raise RefitError(why)
+        read = tokens_of(text, tokenizer)
     return_big_blocks()
     with placed(out) as made:
         with staged(progress, f"put the weights into the graph of {header.name} for {header.runtime}"):
@@ -118,6 +124,13 @@ def install(
         fields["golden"] = "itself" if executed else "none"
         with staged(progress, "hash the artifact"):
             artifact = seal(made, fields)
+        if text is not None:
+            with staged(progress, f"round the matrices of 4 bits for {len(read)} tokens of the text"):
+                done = calibrate(artifact, header, source, read)
+            progress(f"    {done}")
+            fields["quantization_recipe"] = {**header.recipe, "calibrated": recipe_of(text, read)}
+            with staged(progress, "hash the artifact"):
+                artifact = seal(made, fields)
         if executed:
             with staged(progress, "load it, and feed it a text"):
                 tokens = golden_tokens(tokenizer)

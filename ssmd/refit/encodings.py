@@ -62,7 +62,7 @@ def _nncf_int4(rows: Array) -> tuple[Encoded, ...]:
     low, high = np.abs(blocks.min(-1, keepdims=True)), blocks.max(-1, keepdims=True)
     scale = np.where(low >= high, low, -high) / np.float32(8)
     scale = np.where(np.abs(scale) < _TINY, _TINY, scale)
-    return _nibbles(blocks / scale), _half(scale[..., 0].astype(np.float32))
+    return nibbles(blocks / scale), _half(scale[..., 0].astype(np.float32))
 
 
 def _litert_int8(rows: Array) -> tuple[Encoded, ...]:
@@ -87,7 +87,7 @@ def _litert_int4(rows: Array) -> tuple[Encoded, ...]:
     others = (blocks.max(-1) != scale * np.float32(7)) | (low >= 0)  # most have levels -8 and 7, one step apart
     if others.any():
         scale[others] = _least_difference(blocks[others])
-    return _nibbles(blocks / scale[..., None]), _half(_bfloat16(scale))
+    return nibbles(blocks / scale[..., None]), _half(bfloat16(scale))
 
 
 def _least_difference(blocks: Array) -> Array:
@@ -118,7 +118,7 @@ def _blocks(rows: Array) -> Array:
     return rows.reshape(len(rows), -1, BLOCK)
 
 
-def _nibbles(blocks: Encoded) -> Encoded:
+def nibbles(blocks: Encoded) -> Encoded:
     """Round blocks (n, k / BLOCK, BLOCK) to levels -8..7, and pack them as bytes (n, k / 2): the first, low half."""
     levels = np.clip(np.rint(blocks), -8, 7).astype(np.int8).reshape(len(blocks), -1)
     halves = levels.view(np.uint8) & 15
@@ -126,7 +126,7 @@ def _nibbles(blocks: Encoded) -> Encoded:
     return packed
 
 
-def _bfloat16(values: Array) -> Array:
+def bfloat16(values: Array) -> Array:
     """Round finite values to bfloat16, half to even."""
     bits = values.view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)) & np.uint32(0xFFFF0000)

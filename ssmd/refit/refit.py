@@ -66,7 +66,7 @@ def refit(graph: StrippedGraph, source: Tensors, folder: Path) -> None:
             tell(written, total)
             written += sum(hole.length for _, hole in holes)
             try:
-                _write(bindings[name].blocks(source), [(files[file], hole) for file, hole in holes])
+                write_blocks(bindings[name].blocks(source), [(files[file], hole) for file, hole in holes])
             except EncodingError as err:
                 raise RefitError(f"{source.path}: the weight {name}: {err}") from err
 
@@ -244,7 +244,7 @@ def write_literal(file: BinaryIO, holes: Sequence[Hole], literal: bytes, size: i
     file.write(literal[read:])
 
 
-def _write(blocks: Iterator[Array], holes: list[tuple[BinaryIO, Hole]]) -> None:
+def write_blocks(blocks: Iterator[Array], holes: list[tuple[BinaryIO, Hole]]) -> None:
     """Encode a parameter by blocks of its rows, each once for all holes that need it."""
     written = [0] * len(holes)
     start = 0

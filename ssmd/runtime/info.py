@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ssmd.build.builder import Converter, Packer
+    from ssmd.model.artifact import Artifact
+    from ssmd.runtime.activations import Activations, Place
 
 log = logging.getLogger(__name__)
 Part = Literal["experts", "attention windows"]  # a part of a model that some targets do not compute
@@ -61,6 +63,7 @@ class RuntimeInfo:
     parses_safely: bool = False  # True: artifacts need no trial in a process of its own, whatever their origin
     tries: tuple[str, ...] = ()  # devices on which the runtime itself tries an artifact in a process of its own
     build_options: Mapping[str, BuildOption] = field(default_factory=dict)
+    activations: Callable[[Artifact, Mapping[str, Place]], Activations] | None = None  # None: it reads no inputs
     first_load: Callable[[str, Mapping[str, int]], str] = lambda device_class, files: ""  # its cost, in words
     suggested: Callable[[str, str], bool] = lambda platform, machine: False  # True: the one to install there
 
