@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,9 @@ def activations(artifact: Artifact, places: Mapping[str, Place]) -> Activations:
     core, manifest = library.openvino().Core(), artifact.manifest
     file = artifact.file(f"{OPEN}.xml")
     constants = {int(offset): name for name, offset in _CONSTANT.findall(file.read_text())}
-    model = core.read_model(file, artifact.file(WEIGHTS))
+    # A copy: the model maps its file, which cannot be written on Windows meanwhile.
+    with tempfile.TemporaryDirectory(dir=artifact.path.parent, ignore_cleanup_errors=True) as folder:
+        model = core.read_model(file, shutil.copyfile(artifact.file(WEIGHTS), Path(folder) / WEIGHTS))
     operations = {op.get_friendly_name(): op for op in model.get_ops()}
     known, sources, ports = len(model.outputs), dict[str, str](), dict[str, Any]()
     for name, place in places.items():

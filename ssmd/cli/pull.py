@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ssmd.model.source import Source
     from ssmd.refit.graphfile import StrippedGraph
 
-_TEXT_BYTES = 1 << 20  # of a text to calibrate with: more than all tokens that are read take
+_TEXT_BYTES = 256 << 10  # of a text to calibrate with: more than the tokens that are read take
 SMALLER = "int4"  # where memory is too small for a graph's usual quantization
 _ON_A_HUB = re.compile(r"([^:/]+/[^:/]+):(.+)")  # owner/name:FILE
 
@@ -139,7 +139,7 @@ def _text_of(file: Path) -> str:
         fail(f"--calibrate {file}: {err.strerror or err}", USAGE)
     cut = data[:_TEXT_BYTES]
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(cut, final=len(data) == len(cut))
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(cut, final=len(data) == len(cut))
     except UnicodeDecodeError as err:
         fail(f"--calibrate {file}: it is no text in UTF-8, from byte {err.start} on", USAGE)
     if len(text) < LEAST_TOKENS:
@@ -323,6 +323,8 @@ class _Making:
         most, has = None if self.recipe is None else self.recipe.most, _context_of(out)
         again = f", for conversations of {has} tokens; --force makes it again, for {most}"
         other = most is not None and has is not None and has != most
+        if self.text is not None and not _is_rounded_for(out, self.text):
+            again, other = ", not rounded for this text; --force makes it again, for it", True
         say(f"{out} is here already{again if other else '; --force makes it again'}")
         return out
 
@@ -396,11 +398,11 @@ def _recipe(config: Mapping[str, Any], making: _Making) -> tuple[_Recipe | None,
     from ssmd.machine.memory import available
     from ssmd.refit import calibration
 
+    if making.text is not None and (why := calibration.why_not(making.runtime)):
+        fail(why, USAGE)
     runtime, mine = making.runtime, making.settings.models_dir / name_of(making.name)
     packer = packer_of(runtime)
     if packer is not None:
-        if making.text is not None:
-            fail(calibration.why_not(packer.runtime, None), USAGE)
         quantization = making.quantization or packer.quantizations[0]
         out = _folder(mine, packer.runtime, packer.device_class, quantization)
         tiers = None if making.context is None else [making.context]
@@ -436,9 +438,8 @@ def _of_graph(
     most = bounded(h, config, making.context)[-1]  # before anything is replaced
     memory, disk = catalog.memory_of(h), catalog.disk_of(h)
     if making.text is not None:
-        if why := calibration.why_not(h.runtime, h):
-            fail(why, USAGE)
-        memory += calibration.MEMORY
+        calibration.check_calibrates(h)
+        memory += calibration.memory_of(h)
     return _Recipe(out, h.runtime, graph, None, most, memory, disk, exact=True), ""
 
 
@@ -456,6 +457,17 @@ def _check_memory(needed: int) -> None:
 
 def _folder(mine: Path, runtime: str, device_class: str, quantization: str) -> Path:
     return mine / f"{runtime}-{device_class}-{quantization}"
+
+
+def _is_rounded_for(artifact: Path, text: str) -> bool:
+    from ssmd.model.artifact import ArtifactError, read_manifest
+    from ssmd.refit.calibration import hash_of
+
+    try:
+        told = read_manifest(artifact).quantization_recipe.get("calibrated")
+    except ArtifactError:
+        return False
+    return isinstance(told, dict) and told.get("sha256") == hash_of(text)
 
 
 def _context_of(artifact: Path) -> int | None:

@@ -23,24 +23,43 @@ from ssmd.refit.graphfile import Header, Hole
 from ssmd.refit.refit import RefitError, bindings_of, write_blocks
 from ssmd.runtime.activations import Activations, Place
 from ssmd.runtime.hoststate.graph import GraphError
-from ssmd.runtime.info import info_of, infos
+from ssmd.runtime.info import info_of, infos, target_of
 from ssmd.text.tokenizer import Tokenizer
 
 LEAST_TOKENS, MOST_TOKENS = 1024, 8192  # of a text; the rest of a longer one is not read
 PIECE = 512  # tokens that are fed from a fresh state
-MEMORY = 2 << 30  # beside what a pull takes: the inputs' products, their factor, and a matrix in several forms
 _PRODUCTS = 1 << 30  # bytes of the inputs' products that are summed in one pass over the text
+_FORMS = 8  # of a matrix in float32 while it is rounded: weights, targets, errors, levels of both ways, …
 _BRIEF = "litert-"  # begins the encodings whose steps are rounded to bfloat16
 
 
-def why_not(runtime: str, header: Header | None) -> str:
-    """Return why an artifact cannot be calibrated, or "". header: its graph's; None if it is made without one."""
-    if header is None or header.device_class != "cpu" or info_of(runtime).activations is None:
-        able = [info.name for info in infos() if info.activations is not None]
-        return f"--calibrate: runtime {runtime} does not read what its matrices multiply; take {' or '.join(able)}"
-    if "offsets" not in header.recipe:
-        return f"--calibrate: {header.name}'s graph for {runtime} has {header.quantization}, it rounds int4 alone"
-    return ""
+def why_not(wanted: str) -> str:
+    """Return why artifacts for a value of `--runtime` cannot be calibrated, or ""."""
+    info, target = target_of(wanted)
+    if wanted == "auto" or (info.activations is not None and target.device_class == "cpu"):
+        return ""
+    able = [info.name for info in infos() if info.activations is not None]
+    return f"--calibrate: runtime {wanted} does not read what its matrices multiply; take {' or '.join(able)}"
+
+
+def check_calibrates(header: Header) -> None:
+    """Raise RefitError if no artifact of this graph can be calibrated."""
+    if "offsets" not in header.recipe or info_of(header.runtime).activations is None:
+        raise RefitError(
+            f"{header.name}'s graph for {header.runtime} in {header.quantization} cannot be calibrated: it has no "
+            "blocks with offsets"
+        )
+
+
+def memory_of(header: Header) -> int:
+    """Return the bytes of memory that `calibrate` takes beside the loaded artifact.
+
+    They hold the inputs' products, a factor and its copy, and the largest matrix in several forms.
+    """
+    holes = [hole for file in header.files for hole in file.holes if _has_blocks(hole)]
+    columns = max((2 * hole.length // hole.rows for hole in holes), default=0)
+    largest = max((2 * hole.length for hole in holes), default=0)
+    return _PRODUCTS + 4 * (3 * columns * columns + _FORMS * largest)
 
 
 def tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -56,7 +75,12 @@ def tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
 
 def recipe_of(text: str, tokens: Sequence[int]) -> dict[str, Any]:
     """Return what a manifest says of a calibration."""
-    return {"tokens": len(tokens), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return {"tokens": len(tokens), "sha256": hash_of(text)}
+
+
+def hash_of(text: str) -> str:
+    """Return the sha256 of a text, by which a manifest names it."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def calibrate(artifact: Artifact, header: Header, source: Tensors, tokens: Sequence[int]) -> str:
@@ -80,7 +104,7 @@ def calibrate(artifact: Artifact, header: Header, source: Tensors, tokens: Seque
         for group in _groups({tensor: matrices.columns[mine[0]] for tensor, mine in readers.items()}):
             grams = _grams(activations, tokens, group)
             for tensor in group:
-                factor = Factor.of(grams.pop(tensor))
+                factor = _factor(grams.pop(tensor), readers[tensor][0])
                 for name in readers[tensor]:
                     shares.append(matrices.rounded(name, factor, files))
                     tell(len(shares), len(matrices.places))
@@ -126,6 +150,21 @@ def _is_of_levels(hole: Hole) -> bool:
     return ENCODINGS[hole.encoding].part == 0
 
 
+def _has_blocks(hole: Hole) -> bool:
+    encoding = ENCODINGS.get(hole.encoding)
+    return encoding is not None and encoding.bits == 4 and encoding.part == 0
+
+
+def _factor(gram: Array, matrix: str) -> Factor:
+    """Factor the inputs' products of a matrix. Raises RefitError if they are not finite."""
+    if np.isfinite(gram).all():
+        try:
+            return Factor.of(gram)
+        except np.linalg.LinAlgError:
+            pass
+    raise RefitError(f"the inputs of {matrix} are not finite, or too large, with this text: the weights are damaged")
+
+
 def _groups(columns: Mapping[str, int]) -> Iterator[list[str]]:
     """Yield tensors in order, as many at a time as _PRODUCTS has room for."""
     group, size = list[str](), 0
@@ -142,8 +181,9 @@ def _groups(columns: Mapping[str, int]) -> Iterator[list[str]]:
 def _grams(activations: Activations, tokens: Sequence[int], names: Sequence[str]) -> dict[str, Array]:
     """Return the products (K, K) of each tensor's rows with one another, summed over the tokens."""
     grams: dict[str, Array] = {}
-    for first in range(0, len(tokens), PIECE):
-        calls = list(activations.fed(tokens[first : first + PIECE], names))
+    piece = min(PIECE, activations.program.context or PIECE)
+    for first in range(0, len(tokens), piece):
+        calls = list(activations.fed(tokens[first : first + piece], names))
         for name in names if calls else ():
             rows = np.concatenate([call[name] for call in calls])
             grams[name] = rows.T @ rows if name not in grams else np.add(grams[name], rows.T @ rows, out=grams[name])

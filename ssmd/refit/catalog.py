@@ -21,7 +21,7 @@ from ssmd.machine.spelling import meant
 from ssmd.model.artifact import GOLDEN, Artifact, seal
 from ssmd.model.random_source import SeededSource
 from ssmd.model.source import Source
-from ssmd.refit.calibration import calibrate, recipe_of, tokens_of, why_not
+from ssmd.refit.calibration import calibrate, check_calibrates, recipe_of, tokens_of
 from ssmd.refit.graphfile import Header, StrippedGraph
 from ssmd.refit.install import checked_tokenizer, config_of, fields_of, placed, save_texts
 from ssmd.refit.refit import RefitError, bounded, differences, differences_text, fits, refit
@@ -107,8 +107,7 @@ def install(
     family = family_of(source.config)
     tokenizer = checked_tokenizer(source, family.parse(source.config).vocabulary)
     if text is not None:
-        if why := why_not(header.runtime, header):
-            raise RefitError(why)
+        check_calibrates(header)
         read = tokens_of(text, tokenizer)
     return_big_blocks()
     with placed(out) as made:

@@ -19,7 +19,8 @@ from ssmd.families.offsets import BLOCK, LEAST_STEP, divided
 from ssmd.families.weights import Array
 from ssmd.refit.encodings import bfloat16
 
-_DAMPING = 0.01  # added to the diagonal of H, in means of it: a text has fewer tokens than H has numbers
+_DAMPINGS = (0.01, 0.1, 1.0)  # added to the diagonal of H, in means of it: a text has fewer tokens than H has numbers
+_COLUMNS, _ROWS = 256, 2048  # of H that are factored at once, and from which their part is taken at once
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a block's values that the 16 levels cover, which are tried
 _AT_ONCE = 4  # blocks after which the targets of all later columns are renewed
 
@@ -33,18 +34,41 @@ class Factor:
 
     @staticmethod
     def of(gram: Array) -> Factor:
-        """Factor the products (K, K) of inputs with one another, summed over tokens. Changes `gram`."""
+        """Factor the products (K, K) of inputs with one another, summed over tokens; finite numbers.
+
+        Takes the memory of two more such matrices. Raises numpy.linalg.LinAlgError.
+        """
         mean = float(gram.diagonal().mean()) or 1.0
-        damping = _DAMPING
-        while True:
-            gram[np.diag_indices_from(gram)] += np.float32(damping * mean)
+        for damping in _DAMPINGS:
+            upper = gram.copy()
+            upper[np.diag_indices_from(upper)] += np.float32(damping * mean)
             try:
-                upper = np.linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1]
-            except np.linalg.LinAlgError:  # float32 has not enough digits for it
-                damping *= 10
+                _factor(upper)
+            except np.linalg.LinAlgError:  # float32 has not enough digits for inputs that span so little
+                if damping == _DAMPINGS[-1]:
+                    raise
                 continue
-            diagonal = upper.diagonal().copy()
-            return Factor(np.ascontiguousarray(upper / diagonal), diagonal * diagonal)
+            break
+        diagonal = upper.diagonal().copy()
+        upper /= diagonal
+        return Factor(upper, diagonal * diagonal)
+
+
+def _factor(matrix: Array) -> None:
+    """Replace H by R, upper triangular, with H = R R^T: block by block of columns, from the last one on.
+
+    numpy's own factor is a copy in float64, of which several would not fit beside a large model.
+    """
+    for stop in range(len(matrix), 0, -_COLUMNS):
+        first = max(0, stop - _COLUMNS)
+        own = np.linalg.cholesky(matrix[first:stop, first:stop][::-1, ::-1])[::-1, ::-1]
+        matrix[first:stop, first:stop] = own
+        matrix[first:stop, :first] = 0
+        above = matrix[:first, first:stop] @ np.linalg.inv(own).T.astype(np.float32)
+        matrix[:first, first:stop] = above
+        for row in range(0, first, _ROWS):
+            rows = slice(row, min(row + _ROWS, first))
+            matrix[rows, row:first] -= above[rows] @ above[row:].T
 
 
 @dataclass(frozen=True)

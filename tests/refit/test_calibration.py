@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from ssmd.authoring.host import Host
 from ssmd.authoring.model import author
 from ssmd.build.builder import Target
 from ssmd.build.stripping import Label, written
-from ssmd.cli import app, show
+from ssmd.cli import app, pull, show
+from ssmd.config import Settings
 from ssmd.families.offsets import BLOCK, SUFFIX
 from ssmd.families.registry import family_of
 from ssmd.model.artifact import Artifact
@@ -125,6 +127,19 @@ def test_inputs_that_span_little(rank: int) -> None:
     made, before = better(numbers(2, 16, 128), Factor.of(x.T @ x), brief=False)
     assert np.isfinite(made.values()).all()
     assert (made.costs <= before).all()
+
+
+@pytest.mark.parametrize("columns", [32, 256, 288, 800])
+def test_the_factor_is_that_of_numpy(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssmd.refit.compensated._ROWS", 96)
+    x = inputs(1, 2 * columns, columns)
+    gram = x.T @ x
+    factor = Factor.of(gram.copy())
+    damped = gram.astype(np.float64) + 0.01 * float(gram.diagonal().mean()) * np.eye(columns)
+    expected = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
+    found = factor.upper * np.sqrt(factor.squares)
+    assert np.array_equal(factor.upper, np.triu(factor.upper))
+    np.testing.assert_allclose(found, expected, atol=2e-5 * float(np.abs(expected).max()))
 
 
 def test_rows_without_a_difference() -> None:
@@ -363,6 +378,39 @@ def test_a_graph_that_has_another_form_than_its_artifact(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+def test_inputs_that_are_no_numbers(number: float) -> None:
+    gram = np.eye(32, dtype=np.float32)
+    gram[3, 3] = number
+    with pytest.raises(RefitError, match="the inputs of layer0_q are not finite"):
+        calibration._factor(gram, "layer0_q")
+
+
+def test_a_context_that_is_shorter_than_a_piece(graph: StrippedGraph, source: Source, tmp_path: Path) -> None:
+    """300 tokens end within a call."""
+    context = 300 if len(graph.header.tiers) > 1 else None
+    made = catalog.install(graph, source, tmp_path / "out", name="tiny", text=TEXT, context=context)
+    assert made.manifest.context == (context or 512)
+
+
+def test_memory_is_that_of_the_widest_matrix(graph: StrippedGraph, source: Source) -> None:
+    matrices = calibration._Matrices(graph.header, source)
+    widest = max(matrices.columns.values())
+    assert 12 * widest * widest < calibration.memory_of(graph.header) - (1 << 30) < 12 * widest * widest + (4 << 20)
+
+
+def test_an_artifact_that_is_there_says_what_it_was_rounded_for(
+    made: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    """Nothing tells a user more plainly that --calibrate did nothing."""
+    making = pull._Making(Settings(data_dir=tmp_path), "tiny", text=TEXT)
+    said: list[str] = []
+    for artifact in made:
+        making.recipe = SimpleNamespace(out=artifact.path, most=artifact.manifest.context)  # type: ignore[assignment]
+        making.made_before(said.append)
+    assert ["not rounded for this text; --force makes it again, for it" in line for line in said] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("asked", "text", "said"),
     [
@@ -372,6 +420,8 @@ def test_a_graph_that_has_another_form_than_its_artifact(
         (["--quant", "int4"], b"\xff\xfe" * 2000, "it is no text in UTF-8, from byte 0 on"),
         (["--quant", "int4"], None, "No such file or directory"),
         (["--quant", "int4", "--runtime", "wgpu"], TEXT, "runtime wgpu does not read what its matrices multiply"),
+        (["--quant", "int4", "--runtime", "coreml"], TEXT, "runtime coreml does not read what its matrices multiply"),
+        (["--quant", "int4", "--runtime", "npu"], TEXT, "npu does not read what its matrices multiply; take litert or"),
         (["--quant", "int4", "--to", "x"], TEXT, "--calibrate rounds weights of 4 bits"),
     ],
 )
