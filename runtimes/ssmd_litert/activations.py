@@ -37,7 +37,8 @@ def activations(artifact: Artifact, places: Mapping[str, Place]) -> Activations:
         file = Path(folder) / name
         signature = signature_name(length, tiers[0], tiers[0])
         edit(artifact.file(name), lambda edited: found.update(_added(edited, signature, places)), target=file)
-        graph = _ReadGraph(file, threads)
+        graph = _ReadGraph(file, threads, file.with_suffix(".cache"))
+        graph.drop_file()  # before the packed weights come to memory beside it
     return Activations(FlatProgram(graph, manifest, "", threads), length, found, lambda name: graph.rows[name])
 
 
@@ -64,8 +65,9 @@ def _added(edited: Edited, signature: str, places: Mapping[str, Place]) -> dict[
 class _ReadGraph(LibraryGraph):
     """A graph whose added outputs are memory of its own. rows: by name, (T, K) of the last call."""
 
-    def __init__(self, path: Path, threads: int) -> None:
-        super().__init__(path, threads=threads, weight_cache=None, wanted=lanes.of_one_stream)
+    def __init__(self, path: Path, threads: int, weights: Path) -> None:
+        """weights: a new file for packed weights; without one each signature would have its own in memory."""
+        super().__init__(path, threads=threads, weight_cache=weights, wanted=lanes.of_one_stream)
         self._whole = self.signatures
         self.signatures = {
             name: Signature(s.inputs, {n: t for n, t in s.outputs.items() if not n.startswith(_READ)})

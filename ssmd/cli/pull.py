@@ -366,7 +366,7 @@ class _Making:
             if recipe.why:
                 say(recipe.why)
             if recipe.exact:
-                copies = 1 if self.text is None else 2  # the one whose inputs are read
+                copies = 1 if self.text is None else 3  # one whose inputs are read, and its packed weights
                 check_room(copies * recipe.disk, self.settings.models_dir, "SSMD_MODELS_DIR", "written")
             if graph is not None:
                 h = graph.header

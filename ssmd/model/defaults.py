@@ -244,8 +244,20 @@ CATALOGUE: Mapping[str, KnownModel] = {
         65536,
         _values(_CARD, temperature=0.3, min_p=0.15, repetition_penalty=1.05),
     ),
+    "lfm2-700m": KnownModel(
+        "LiquidAI/LFM2-700M",
+        "lfm2",
+        65536,
+        _values(_CARD, temperature=0.3, min_p=0.15, repetition_penalty=1.05),
+    ),
     "lfm2-1.2b": KnownModel(
         "LiquidAI/LFM2-1.2B",
+        "lfm2",
+        65536,
+        _values(_CARD, temperature=0.3, min_p=0.15, repetition_penalty=1.05),
+    ),
+    "lfm2-2.6b": KnownModel(
+        "LiquidAI/LFM2-2.6B",
         "lfm2",
         65536,
         _values(_CARD, temperature=0.3, min_p=0.15, repetition_penalty=1.05),
@@ -263,6 +275,14 @@ CATALOGUE: Mapping[str, KnownModel] = {
         151936,
         _values(
             f"{GENERATION_CONFIG} of Qwen/Qwen3-0.6B, as its card quotes it", temperature=0.6, top_p=0.95, top_k=20
+        ),
+    ),
+    "qwen3-1.7b": KnownModel(
+        "Qwen/Qwen3-1.7B",
+        "qwen3",
+        151936,
+        _values(
+            f"{GENERATION_CONFIG} of Qwen/Qwen3-1.7B, as its card quotes it", temperature=0.6, top_p=0.95, top_k=20
         ),
     ),
 }
